@@ -1,0 +1,1 @@
+"""HTTP and routing, CPU only. Nothing in here imports jax."""

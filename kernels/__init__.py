@@ -1,0 +1,1 @@
+"""Device kernels. Leaf package: jax and numpy only."""

@@ -1,0 +1,1 @@
+"""One replica is one JAX engine on one TPU host or slice."""
