@@ -178,3 +178,24 @@ class StepEvents:
 
     deltas: tuple[TokenDelta, ...]
     load: ReplicaLoad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a caller must know of the model that a replica runs.
+
+    Attributes:
+        model_id: name of the model directory; the served name is the app's affair.
+        max_model_len: longest prompt + output, tokens.
+        max_request_tokens: longest prompt + output that the KV pages hold, tokens; <= max_model_len.
+        vocab_size: token ids are in [0, vocab_size).
+        eos_token_ids: ids that end a sequence unless `ignore_eos`.
+        fingerprint: identifies weights, numerics and programs: equal fingerprints give equal tokens.
+    """
+
+    model_id: str
+    max_model_len: int
+    max_request_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    fingerprint: str
