@@ -10,7 +10,6 @@ records the source's sha256, so that converting the same file again does nothing
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import shutil
@@ -19,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -33,12 +31,14 @@ from replicas.models.gguf_architectures import (
     get_architecture,
 )
 from replicas.models.gguf_tokenizer import convert_tokenizer, special_token_id
-
-type ModelDtype = Literal["bfloat16", "float32"]
-
-# Bump when the same source file would be converted differently.
-FORMAT_VERSION = 1
-RECORD_NAME = "import.json"
+from replicas.models.import_record import (
+    RECORD_NAME,
+    ModelDtype,
+    is_imported,
+    make_record,
+    read_record,
+    sha256_of,
+)
 
 _NUMPY_DTYPES: Mapping[ModelDtype, np.dtype] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -60,7 +60,7 @@ def import_gguf(source: Path, target: Path, *, dtype: ModelDtype = "bfloat16") -
     digest = sha256_of(source)
     if is_imported(target, digest, dtype=dtype):
         return False
-    if target.exists() and _read_record(target) is None:
+    if target.exists() and read_record(target) is None:
         raise FileExistsError(
             f"{target} exists and was not made by the importer; remove it or choose another place"
         )
@@ -71,37 +71,12 @@ def import_gguf(source: Path, target: Path, *, dtype: ModelDtype = "bfloat16") -
     try:
         partial.chmod(0o755)
         _write_model(file, architecture, partial, dtype=dtype)
-        record = {"source": source.name, "sha256": digest} | _record_key(dtype)
-        _write_json(partial / RECORD_NAME, record)
+        _write_json(partial / RECORD_NAME, make_record(source.name, digest, dtype=dtype))
         _replace_directory(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     return True
-
-
-def is_imported(target: Path, digest: str, *, dtype: ModelDtype = "bfloat16") -> bool:
-    """Tell whether `target` is this importer's conversion of the file with sha256 `digest`."""
-    record = _read_record(target)
-    expected = {"sha256": digest} | _record_key(dtype)
-    return record is not None and expected.items() <= record.items()
-
-
-def sha256_of(path: Path) -> str:
-    """Compute the sha256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _record_key(dtype: ModelDtype) -> dict[str, object]:
-    return {"format_version": FORMAT_VERSION, "dtype": dtype}
-
-
-def _read_record(target: Path) -> dict[str, object] | None:
-    try:
-        return json.loads((target / RECORD_NAME).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
-        return None
 
 
 def _write_model(
