@@ -1,0 +1,278 @@
+"""The engine's spine: schedule, launch step n+1, then fetch and post-process step n.
+
+Composes scheduler and runner; contains no policy and no threads. Invariant: each request that was
+added ends with exactly one delta that carries its result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from replicas.engine.page_allocator import PageKey, hash_root
+from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.errors import ContextLengthExceeded, InvalidRequest
+from replicas.wire import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    ReplicaLoad,
+    StepEvents,
+    TokenDelta,
+)
+
+StepT = TypeVar("StepT")
+
+
+class Runner(Protocol[StepT]):
+    """What the engine needs of a device: `ModelRunner`, or a fake with constant step time."""
+
+    @property
+    def num_compiles_after_warmup(self) -> int:
+        """Compilations since warm-up."""
+        ...
+
+    def launch(self, plan: StepPlan) -> StepT:
+        """Start a step."""
+        ...
+
+    def fetch(self, step: StepT) -> list[int]:
+        """Wait for a step; one token id per scheduled sequence."""
+        ...
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Where the last step's time went, seconds.
+
+    Attributes:
+        schedule: planning.
+        launch: packing and dispatch.
+        wait: blocked on the device.
+        postprocess: appending tokens, stop checks, releasing pages.
+    """
+
+    schedule: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    postprocess: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Duration of the whole step."""
+        return self.schedule + self.launch + self.wait + self.postprocess
+
+
+class Engine[StepT]:
+    """Runs sequences on one device; used by one thread, except `validate`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner[StepT],
+        *,
+        model_info: ModelInfo,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.model_info = model_info
+        self.times = StepTimes()
+        self._runner = runner
+        self._clock = clock
+        self._sequences: dict[str, Sequence] = {}
+        self._in_flight: tuple[StepPlan, StepT] | None = None
+        self._ended: list[Sequence] = []
+        self._num_arrivals = 0
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_output_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to schedule, fetch or report."""
+        return self.scheduler.has_work or self._in_flight is not None or bool(self._ended)
+
+    def validate(self, request: GenerateRequest) -> None:
+        """Refuse what could never run; thread-safe.
+
+        Raises:
+            InvalidRequest: an empty prompt, a token id out of range, a bad sampling parameter.
+            ContextLengthExceeded: prompt or prompt + max_tokens over the limits.
+        """
+        info, sampling = self.model_info, request.sampling
+        num_prompt = len(request.prompt_token_ids)
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+        if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= info.vocab_size:
+            bad = next(t for t in request.prompt_token_ids if not 0 <= t < info.vocab_size)
+            raise InvalidRequest(
+                f"token id {bad} is out of range; ids are in [0, {info.vocab_size})", param="prompt"
+            )
+        if sampling.max_tokens < 1:
+            raise InvalidRequest(
+                f"max_tokens must be at least 1, got {sampling.max_tokens}", param="max_tokens"
+            )
+        if not (0 <= sampling.temperature < float("inf")):
+            raise InvalidRequest(
+                f"temperature must be finite and >= 0, got {sampling.temperature}",
+                param="temperature",
+            )
+        if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
+            raise InvalidRequest(
+                f"top_p must be in (0, 1] and top_k >= 0, got {sampling.top_p}, {sampling.top_k}",
+                param="top_p",
+            )
+        num_total = num_prompt + sampling.max_tokens
+        if num_total > info.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's context is {info.max_model_len} tokens; the prompt has {num_prompt} "
+                f"and max_tokens is {sampling.max_tokens}; shorten one of them",
+                param="prompt",
+            )
+        if num_total > info.max_request_tokens:
+            raise ContextLengthExceeded(
+                f"the KV cache of this deployment holds {info.max_request_tokens} tokens; the "
+                f"prompt has {num_prompt} and max_tokens is {sampling.max_tokens}",
+                param="prompt",
+            )
+
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a validated request whose id no live request has."""
+        assert request.request_id not in self._sequences, request.request_id
+        sequence = Sequence(
+            request,
+            arrival_number=self._num_arrivals,
+            arrival_s=self._clock(),
+            max_total_tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
+            root_key=self._root_key(request),
+        )
+        self._num_arrivals += 1
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; unknown ids are ignored. Its last delta comes with the next step."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.finish(sequence)
+            self._ended.append(sequence)
+
+    def step(self) -> StepEvents:
+        """Launch the next step, then take in the one before it.
+
+        The device works on step n+1 while the host handles step n. A stop that shows in n leaves
+        one token of n+1 that is dropped.
+        """
+        start = self._clock()
+        plan = self.scheduler.schedule()
+        planned = self._clock()
+        launched = None if plan is None else (plan, self._runner.launch(plan))
+        if plan is not None:
+            self._note_first_steps(plan, planned)
+        launched_at = self._clock()
+        deltas = [self._end_delta(s, (), FinishReason.ABORT) for s in self._ended]
+        self._ended.clear()
+        fetched_at = launched_at
+        if self._in_flight is not None:
+            previous, handle = self._in_flight
+            token_ids = self._runner.fetch(handle)
+            fetched_at = self._clock()
+            deltas += self._postprocess(previous, token_ids)
+        self._in_flight = launched
+        self.times = StepTimes(
+            schedule=planned - start,
+            launch=launched_at - planned,
+            wait=fetched_at - launched_at,
+            postprocess=self._clock() - fetched_at,
+        )
+        return StepEvents(deltas=tuple(deltas), load=self.load())
+
+    def load(self) -> ReplicaLoad:
+        """What the engine is doing now."""
+        scheduler, allocator = self.scheduler, self.scheduler.allocator
+        return ReplicaLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_slots=scheduler.num_slots,
+            num_free_pages=allocator.num_free,
+            num_pages=allocator.num_usable,
+            page_size=scheduler.page_size,
+            num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens,
+            num_output_tokens=self._num_output_tokens,
+            num_compiles_after_warmup=self._runner.num_compiles_after_warmup,
+            step_s=self.times.total,
+        )
+
+    def _root_key(self, request: GenerateRequest) -> PageKey:
+        return hash_root(self.model_info.fingerprint, request.cache_salt)
+
+    def _note_first_steps(self, plan: StepPlan, now: float) -> None:
+        self._num_steps += 1
+        for part in plan.scheduled:
+            sequence = part.sequence
+            if sequence.first_step_s is None:
+                sequence.first_step_s = now
+                self._num_prompt_tokens += sequence.num_prompt_tokens
+                self._num_cached_tokens += sequence.num_cached_tokens
+
+    def _postprocess(self, plan: StepPlan, token_ids: list[int]) -> list[TokenDelta]:
+        deltas: list[TokenDelta] = []
+        for part, token_id in zip(plan.scheduled, token_ids, strict=True):
+            if part.samples and part.sequence.status is not SequenceStatus.FINISHED:
+                deltas.append(self._append(part, token_id))
+        return deltas
+
+    def _append(self, part: ScheduledSequence, token_id: int) -> TokenDelta:
+        sequence = part.sequence
+        sequence.token_ids.append(token_id)
+        sequence.num_inflight -= 1
+        self._num_output_tokens += 1
+        reason = self._finish_reason(sequence, token_id)
+        if reason is not None:
+            self.scheduler.finish(sequence)
+            del self._sequences[sequence.request.request_id]
+            return self._end_delta(sequence, (token_id,), reason)
+        if sequence.status is SequenceStatus.RUNNING:
+            self.scheduler.register_full_pages(sequence)
+        return TokenDelta(
+            request_id=sequence.request.request_id,
+            start_index=sequence.request.output_offset + sequence.num_output_tokens - 1,
+            token_ids=(token_id,),
+        )
+
+    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        is_eos = token_id in self.model_info.eos_token_ids and not sampling.ignore_eos
+        if is_eos or token_id in sampling.stop_token_ids:
+            return FinishReason.STOP
+        if len(sequence.token_ids) >= sequence.max_total_tokens:
+            return FinishReason.LENGTH
+        return None
+
+    def _end_delta(
+        self, sequence: Sequence, token_ids: tuple[int, ...], reason: FinishReason
+    ) -> TokenDelta:
+        request, first = sequence.request, sequence.first_step_s
+        result = GenerateResult(
+            request_id=request.request_id,
+            finish_reason=reason,
+            num_output_tokens=sequence.num_output_tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens,
+            queue_s=(self._clock() if first is None else first) - sequence.arrival_s,
+        )
+        return TokenDelta(
+            request_id=request.request_id,
+            start_index=request.output_offset + sequence.num_output_tokens - len(token_ids),
+            token_ids=token_ids,
+            result=result,
+        )

@@ -1,0 +1,143 @@
+"""The device thread: requests in through one queue, events out through one callback.
+
+The only thread and queue code of the engine. Invariant: everything that touches the engine after
+start-up runs on the device thread, except `Engine.validate`, which reads constants.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from replicas.engine.engine import Engine
+from replicas.errors import EngineDead, EngineNotReady, InvalidRequest
+from replicas.wire import GenerateRequest, ModelInfo, ReplicaLoad, StepEvents
+
+logger = logging.getLogger(__name__)
+
+_IDLE_BEAT_S = 1.0
+"""How often an idle loop shows that it lives."""
+
+_STOP = object()
+
+
+class EngineLoop:
+    """Runs an engine's steps on a thread of its own for as long as there is work."""
+
+    def __init__(
+        self,
+        engine: Engine[Any],
+        on_step: Callable[[StepEvents], None],
+        *,
+        max_silence_s: float = 30.0,
+    ) -> None:
+        """Wrap a warmed-up engine; `start` must follow.
+
+        Args:
+            engine: used by the device thread only from here on.
+            on_step: called on the device thread after each step; must be quick, never block.
+            max_silence_s: a step that takes longer than this counts as hung.
+        """
+        self._engine = engine
+        self._on_step = on_step
+        self._max_silence_s = max_silence_s
+        self._idle_beat_s = min(_IDLE_BEAT_S, max_silence_s / 3)
+        self._inbox: queue.SimpleQueue[GenerateRequest | str | object] = queue.SimpleQueue()
+        self._load = engine.load()
+        self._last_beat_s = time.monotonic()
+        self._error: BaseException | None = None
+        self._is_stopping = False
+        self._live_ids: set[str] = set()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What callers must know of the model."""
+        return self._engine.model_info
+
+    def start(self) -> None:
+        """Start the device thread."""
+        self._last_beat_s = time.monotonic()
+        self._thread.start()
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Queue a request; thread-safe.
+
+        Raises:
+            RequestError: it could never run, or a live request has its id.
+            EngineDead: the device thread has ended by an error.
+            EngineNotReady: the loop is stopping.
+        """
+        if self._error is not None:
+            raise EngineDead(f"the device thread ended: {self._error!r}")
+        if self._is_stopping:
+            raise EngineNotReady("the engine is stopping", retry_after_s=1.0)
+        self._engine.validate(request)
+        if request.request_id in self._live_ids:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use")
+        self._live_ids.add(request.request_id)
+        self._inbox.put(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next step; thread-safe, unknown ids are ignored."""
+        self._inbox.put(request_id)
+
+    def load(self) -> ReplicaLoad:
+        """Load after the last step."""
+        return self._load
+
+    def check_health(self) -> None:
+        """Return if the device thread lives.
+
+        Raises:
+            EngineDead: it ended, or has not finished a step for `max_silence_s`.
+        """
+        if self._error is not None:
+            raise EngineDead(f"the device thread ended: {self._error!r}")
+        silence_s = time.monotonic() - self._last_beat_s
+        if silence_s > self._max_silence_s:
+            raise EngineDead(f"the device thread has been silent for {silence_s:.0f} s")
+
+    def stop(self) -> None:
+        """End the device thread after the current step; live requests get no further deltas."""
+        self._is_stopping = True
+        self._inbox.put(_STOP)
+        if self._thread.is_alive():
+            self._thread.join(timeout=self._max_silence_s)
+
+    def _run(self) -> None:
+        try:
+            while self._take_inbox():
+                if self._engine.has_work:
+                    events = self._engine.step()
+                    self._load = events.load
+                    self._live_ids.difference_update(
+                        delta.request_id for delta in events.deltas if delta.result is not None
+                    )
+                    self._on_step(events)
+                self._last_beat_s = time.monotonic()
+        except BaseException as error:
+            logger.exception("the device thread failed; the replica must be replaced")
+            self._error = error
+
+    def _take_inbox(self) -> bool:
+        """Hand queued requests and aborts to the engine; waits only when there is no work."""
+        try:
+            item = self._inbox.get(block=not self._engine.has_work, timeout=self._idle_beat_s)
+            while True:
+                if item is _STOP:
+                    return False
+                self._take(item)
+                item = self._inbox.get_nowait()
+        except queue.Empty:
+            return True
+
+    def _take(self, item: GenerateRequest | str | object) -> None:
+        if isinstance(item, str):
+            self._engine.abort(item)
+        elif isinstance(item, GenerateRequest):
+            self._engine.add(item)

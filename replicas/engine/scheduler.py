@@ -1,0 +1,260 @@
+"""Which sequences take part in the next step, with how many tokens each.
+
+Plans on counts, never on token values, so that step n+1 can be planned before step n's tokens are
+known. Host-only and deterministic: no clock, no randomness, no arrays. There are no prefill and
+decode phases: every running sequence has `num_computed_tokens` chasing `num_tokens`.
+
+Invariant: pages of a running sequence cover every token that has been scheduled.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+from dataclasses import dataclass
+
+from replicas.engine.page_allocator import PageAllocator
+from replicas.engine.sequence import Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """A sequence's part in a step: tokens [start, start + num_tokens) are computed.
+
+    Attributes:
+        sequence: the sequence; its counts already include this step.
+        slot: its slot when scheduled (it may lose it before the step is fetched).
+        start: position of the first token computed.
+        num_tokens: how many; 1 for a decode row.
+        samples: whether the step yields the sequence's next token.
+    """
+
+    sequence: Sequence
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one device launch computes; decode rows come first.
+
+    Attributes:
+        scheduled: at least one.
+        num_tokens: total over `scheduled`.
+    """
+
+    scheduled: tuple[ScheduledSequence, ...]
+    num_tokens: int
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, a prefix cache and preemption.
+
+    A step takes decode rows first, then unfinished prompts, then new sequences in order of
+    (priority, arrival), up to the token budget. A new sequence is admitted when pages for all its
+    tokens are free; when a running one needs a page and none is free, the youngest is preempted:
+    it gives its pages back and is recomputed later.
+    """
+
+    def __init__(
+        self,
+        allocator: PageAllocator,
+        *,
+        page_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_mixed_tokens: int,
+    ) -> None:
+        self.allocator = allocator
+        self.page_size = page_size
+        self.num_slots = max_num_seqs
+        self.num_preemptions = 0
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_mixed_tokens = max_mixed_tokens
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []
+        self._num_waiting = 0
+        self._running: list[Sequence] = []
+        self._free_slots = list(range(max_num_seqs))
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return self._num_waiting
+
+    @property
+    def num_running(self) -> int:
+        """Sequences with a slot."""
+        return len(self._running)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        """Sequences with a slot, oldest first."""
+        return tuple(self._running)
+
+    @property
+    def num_pending_prefill_tokens(self) -> int:
+        """Prompt tokens of running sequences that are still to be computed."""
+        return sum(s.num_uncomputed_tokens for s in self._running if not s.is_decode)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `schedule` may have something to do, now or once tokens in flight arrive."""
+        return bool(self._running) or self._num_waiting > 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence, new or preempted."""
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._num_waiting += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """Take a waiting or running sequence out; its full pages stay findable.
+
+        Pages may be reused at once although a launched step still writes to them: steps run in
+        launch order, so whoever gets the page writes after that.
+        """
+        if sequence.status is SequenceStatus.RUNNING:
+            self._leave_slot(sequence, SequenceStatus.FINISHED)
+        elif sequence.status is SequenceStatus.WAITING:
+            sequence.status = SequenceStatus.FINISHED
+            self._num_waiting -= 1
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step and advance the counts of what it contains.
+
+        Returns:
+            The plan, or None when nothing can be computed now.
+        """
+        rows = self._schedule_decodes()
+        budget = (self._max_mixed_tokens if rows else self._max_num_batched_tokens) - len(rows)
+        budget -= self._schedule_prefills(rows, budget)
+        self._admit(rows, budget)
+        if not rows:
+            return None
+        for row in rows:
+            self.register_full_pages(row.sequence)
+        return StepPlan(scheduled=tuple(rows), num_tokens=sum(row.num_tokens for row in rows))
+
+    def register_full_pages(self, sequence: Sequence) -> None:
+        """Make pages that are full of computed, known tokens findable.
+
+        Only between steps: within a step, rows of one sequence must not read what another writes.
+        """
+        for page, key in sequence.take_unregistered_pages(self.page_size):
+            self.allocator.register(page, key)
+
+    def _schedule_decodes(self) -> list[ScheduledSequence]:
+        rows: list[ScheduledSequence] = []
+        for sequence in self.running:
+            is_ready = sequence.slot is not None and sequence.is_decode and sequence.has_work
+            if is_ready and self._reserve(sequence):
+                rows.append(self._take(sequence, 1))
+        return rows
+
+    def _schedule_prefills(self, rows: list[ScheduledSequence], budget: int) -> int:
+        """Continue unfinished prompts; returns the number of tokens taken."""
+        num_taken = 0
+        for sequence in self._running:
+            if budget <= num_taken:
+                break
+            if not sequence.is_decode and sequence.has_work:
+                row = self._take(sequence, budget - num_taken)
+                rows.append(row)
+                num_taken += row.num_tokens
+        return num_taken
+
+    def _admit(self, rows: list[ScheduledSequence], budget: int) -> None:
+        while budget > 0 and self._free_slots and (sequence := self._peek_waiting()) is not None:
+            if sequence.num_inflight > 0 or not self._start(sequence):
+                break
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            row = self._take(sequence, budget)
+            rows.append(row)
+            budget -= row.num_tokens
+
+    def _peek_waiting(self) -> Sequence | None:
+        while self._waiting:
+            sequence = self._waiting[0][1]
+            if sequence.status is SequenceStatus.WAITING:
+                return sequence
+            heapq.heappop(self._waiting)
+        return None
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Give a slot and pages for all known tokens; False if there are too few pages.
+
+        The last token is never taken from the cache: its logits are needed. One free page per
+        running sequence is left, so that an admission does not cause a preemption at once.
+        """
+        num_tokens = sequence.num_tokens
+        keys = sequence.page_keys(page_size=self.page_size, num_tokens=num_tokens - 1)
+        matched = self.allocator.match(keys)
+        count = -(-num_tokens // self.page_size) - len(matched)
+        pages = None
+        if count + len(self._running) <= self.allocator.num_free or not self._running:
+            pages = self.allocator.allocate(count)
+        if pages is None:
+            self.allocator.release(matched)
+            return False
+        if sequence.num_admissions == 0:
+            sequence.num_cached_tokens = len(matched) * self.page_size
+        sequence.start(
+            heapq.heappop(self._free_slots),
+            matched + pages,
+            num_matched_pages=len(matched),
+            page_size=self.page_size,
+        )
+        bisect.insort(self._running, sequence, key=lambda running: running.order)
+        return True
+
+    def _reserve(self, sequence: Sequence) -> bool:
+        """Make room for the sequence's next token; False if it has to wait for older ones.
+
+        The oldest sequence can always take every other's pages, so it always advances.
+        """
+        while sequence.num_tokens > len(sequence.page_ids) * self.page_size:
+            pages = self.allocator.allocate(1)
+            if pages is not None:
+                sequence.page_ids += pages
+                continue
+            youngest = self._running[-1]
+            if youngest is sequence:
+                return False
+            self._leave_slot(youngest, SequenceStatus.WAITING)
+            self.num_preemptions += 1
+            self.add(youngest)
+        return True
+
+    def _take(self, sequence: Sequence, budget: int) -> ScheduledSequence:
+        count = min(sequence.num_uncomputed_tokens, budget)
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens += count
+        samples = sequence.num_computed_tokens == sequence.num_tokens
+        if samples:
+            sequence.num_inflight += 1
+        assert sequence.slot is not None
+        return ScheduledSequence(
+            sequence=sequence, slot=sequence.slot, start=start, num_tokens=count, samples=samples
+        )
+
+    def _leave_slot(self, sequence: Sequence, status: SequenceStatus) -> None:
+        assert sequence.slot is not None
+        self._running.remove(sequence)
+        heapq.heappush(self._free_slots, sequence.slot)
+        self.allocator.release(sequence.stop(status))
+
+    def check_integrity(self) -> None:
+        """Assert that slots, pages and counts agree; for tests."""
+        slots = [sequence.slot for sequence in self._running]
+        assert len(set(slots)) == len(slots)
+        assert not set(slots) & set(self._free_slots)
+        assert [s.order for s in self._running] == sorted(s.order for s in self._running)
+        for sequence in self._running:
+            assert sequence.status is SequenceStatus.RUNNING
+            assert sequence.num_computed_tokens < sequence.num_tokens
+            assert len(sequence.page_ids) * self.page_size >= sequence.num_computed_tokens
+        waiting = [s for _, s in self._waiting if s.status is SequenceStatus.WAITING]
+        assert len(waiting) == self._num_waiting
+        self.allocator.check_integrity()

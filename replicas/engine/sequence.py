@@ -1,0 +1,152 @@
+"""The engine's record of one sequence. Counts run ahead of values: see `num_inflight`.
+
+Invariant while running: `num_computed_tokens < num_tokens`, and pages cover every computed token.
+"""
+
+from __future__ import annotations
+
+import enum
+from array import array
+
+from replicas.engine.page_allocator import PageKey, hash_page
+from replicas.wire import GenerateRequest
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is: it waits, holds a slot, or has ended."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Sequence:
+    """One sequence from arrival to its end; used by the engine's thread only.
+
+    Attributes:
+        request: what the caller asked.
+        token_ids: prompt and the output tokens that the host knows, i32.
+        num_prompt_tokens: tokens of the prompt.
+        max_total_tokens: prompt + output at which the sequence ends.
+        num_computed_tokens: KV is valid for [0, n), counting launched steps.
+        num_inflight: output tokens that launched steps will produce and the host has not fetched.
+        page_ids: pages that hold [0, num_computed_tokens) and the room reserved after it.
+        slot: row of the device's slot state while running, else None.
+        arrival_s: clock at arrival, seconds.
+        first_step_s: clock at the first step that contained it, or None.
+        num_admissions: how often it got a slot; more than 1 after a preemption.
+        num_cached_tokens: prompt tokens found in the prefix cache at first admission.
+        order: (priority, arrival number): who goes first, and (largest) who is preempted first.
+    """
+
+    __slots__ = (
+        "_num_registered_pages",
+        "_page_keys",
+        "_root_key",
+        "arrival_s",
+        "first_step_s",
+        "max_total_tokens",
+        "num_admissions",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_inflight",
+        "num_prompt_tokens",
+        "order",
+        "page_ids",
+        "request",
+        "slot",
+        "status",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        *,
+        arrival_number: int,
+        arrival_s: float,
+        max_total_tokens: int,
+        root_key: PageKey,
+    ) -> None:
+        self.request = request
+        self.token_ids = array("i", request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.max_total_tokens = max_total_tokens
+        self.num_computed_tokens = 0
+        self.num_inflight = 0
+        self.page_ids: list[int] = []
+        self.slot: int | None = None
+        self.status = SequenceStatus.WAITING
+        self.arrival_s = arrival_s
+        self.first_step_s: float | None = None
+        self.num_admissions = 0
+        self.num_cached_tokens = 0
+        self.order = (request.priority, arrival_number)
+        self._root_key = root_key
+        self._page_keys: list[PageKey] = []
+        self._num_registered_pages = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the sequence, those in flight included."""
+        return len(self.token_ids) + self.num_inflight
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens that the host knows."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose KV is still to be computed; 1 for a decode row."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step could advance it: its last allowed token has not been launched yet."""
+        return self.num_tokens < self.max_total_tokens
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether one token completes it for now: the row is a decode row."""
+        return self.num_computed_tokens == self.num_tokens - 1 and self.num_computed_tokens > 0
+
+    def page_keys(self, *, page_size: int, num_tokens: int) -> list[PageKey]:
+        """Content keys of the full pages within the first `num_tokens` known tokens."""
+        count = num_tokens // page_size
+        keys = self._page_keys
+        while len(keys) < count:
+            start = len(keys) * page_size
+            parent = keys[-1] if keys else self._root_key
+            keys.append(hash_page(parent, self.token_ids[start : start + page_size].tobytes()))
+        return keys[:count]
+
+    def take_unregistered_pages(self, page_size: int) -> list[tuple[int, PageKey]]:
+        """Pages that became full of computed, known tokens since the last call, with their keys."""
+        num_valid = min(self.num_computed_tokens, len(self.token_ids))
+        first = self._num_registered_pages
+        if num_valid // page_size <= first:
+            return []
+        keys = self.page_keys(page_size=page_size, num_tokens=num_valid)
+        self._num_registered_pages = len(keys)
+        return [(self.page_ids[i], keys[i]) for i in range(first, len(keys))]
+
+    def start(
+        self, slot: int, page_ids: list[int], *, num_matched_pages: int, page_size: int
+    ) -> None:
+        """Take a slot and pages, the first of which already hold the sequence's own prefix."""
+        self.status = SequenceStatus.RUNNING
+        self.slot = slot
+        self.num_admissions += 1
+        self.page_ids = page_ids
+        self.num_computed_tokens = num_matched_pages * page_size
+        self._num_registered_pages = num_matched_pages
+
+    def stop(self, status: SequenceStatus) -> list[int]:
+        """Give up slot and pages (returned); the tokens stay, their KV is forgotten."""
+        pages, self.page_ids = self.page_ids, []
+        self.status = status
+        self.slot = None
+        self.num_computed_tokens = 0
+        self._num_registered_pages = 0
+        return pages

@@ -1,0 +1,192 @@
+"""From configuration to a running engine: device, weights, pages, programs, warm-up.
+
+The one place that turns "auto" and None in an `EngineConfig` into values, and says once what it
+chose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from kernels import reference
+from kernels.cpu import library
+from replicas.config import EngineConfig, ModelConfig
+from replicas.engine.engine import Engine
+from replicas.engine.engine_loop import EngineLoop
+from replicas.engine.model_runner import AttentionFn, ModelRunner, ProgressFn
+from replicas.engine.page_allocator import PageAllocator
+from replicas.engine.programs import ProgramStore, environment_key
+from replicas.engine.scheduler import Scheduler
+from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
+from replicas.models.registry import get_family, load_model_config
+from replicas.models.weights import load_params
+from replicas.wire import ModelInfo, StepEvents
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 128}
+
+
+def resolve_config(
+    config: EngineConfig, model_config: ModelConfig, *, platform: str, has_native: bool
+) -> EngineConfig:
+    """Return the configuration with every None and "auto" replaced by a value.
+
+    Raises:
+        ValueError: a value does not fit the model, named with its limit.
+    """
+    max_model_len = config.max_model_len or model_config.max_position_embeddings
+    if max_model_len > model_config.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len {max_model_len} exceeds the model's own limit of "
+            f"{model_config.max_position_embeddings}"
+        )
+    page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, 16)
+    num_pages = config.num_pages
+    if num_pages is None:
+        page_bytes = bytes_per_page(
+            model_config, page_size=page_size, dtype=jnp.dtype(config.dtype)
+        )
+        num_pages = 1 + config.kv_cache_bytes // page_bytes
+        if num_pages < 2:
+            raise ValueError(
+                f"kv_cache_bytes {config.kv_cache_bytes} holds no page of {page_bytes} bytes"
+            )
+    attention = config.attention
+    if attention == "auto":
+        attention = "native" if platform == "cpu" and has_native else "reference"
+    return dataclasses.replace(
+        config,
+        platform=platform,
+        max_model_len=max_model_len,
+        page_size=page_size,
+        num_pages=num_pages,
+        attention=attention,
+    )
+
+
+def start_engine_loop(
+    config: EngineConfig,
+    on_step: Callable[[StepEvents], None],
+    report_progress: ProgressFn | None = None,
+) -> EngineLoop:
+    """Load, compile, warm up and start the device thread; blocks for seconds to minutes.
+
+    Args:
+        config: may hold None and "auto".
+        on_step: see `EngineLoop`.
+        report_progress: called with (stage, done, total).
+
+    Raises:
+        ValueError: the configuration or the model directory is unusable.
+    """
+    loop = EngineLoop(build_engine(config, report_progress or _ignore_progress), on_step)
+    loop.start()
+    return loop
+
+
+def build_engine(config: EngineConfig, report_progress: ProgressFn | None = None) -> Engine[object]:
+    """Return a warmed-up engine without a thread; what benches and tests drive directly."""
+    report = report_progress or _ignore_progress
+    started_s = time.monotonic()
+    path = Path(config.model)
+    model_config = load_model_config(path)
+    native_error = _load_native(config)
+    config = resolve_config(
+        config,
+        model_config,
+        platform=_platform(config),
+        has_native=native_error is None,
+    )
+    if config.attention == "native" and native_error is not None:
+        raise ValueError(f"attention is 'native', but: {native_error}")
+    assert config.page_size is not None
+    assert config.num_pages is not None
+    assert config.max_model_len is not None
+    logger.info("engine configuration: %s", config)
+    dtype = jnp.dtype(config.dtype)
+    params = load_params(
+        path, model_config, dtype=dtype, progress=lambda done, total: report("weights", done, total)
+    )
+    fingerprint = _fingerprint(config, model_config)
+    runner = ModelRunner(
+        get_family(model_config),
+        model_config,
+        config,
+        params=params,
+        kv_pages=allocate_kv_pages(
+            model_config, num_pages=config.num_pages, page_size=config.page_size, dtype=dtype
+        ),
+        attention=_attention(config),
+        store=None
+        if config.program_store is None
+        else ProgramStore(Path(config.program_store), key=fingerprint),
+    )
+    runner.warm_up(report)
+    logger.info("engine ready after %.1f s", time.monotonic() - started_s)
+    scheduler = Scheduler(
+        PageAllocator(config.num_pages, enable_prefix_caching=config.enable_prefix_caching),
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_mixed_tokens=config.max_mixed_tokens,
+    )
+    model_info = ModelInfo(
+        model_id=path.name,
+        max_model_len=config.max_model_len,
+        max_request_tokens=min(config.max_model_len, (config.num_pages - 1) * config.page_size),
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        fingerprint=fingerprint[:16],
+    )
+    return Engine(scheduler, runner, model_info=model_info)
+
+
+def _platform(config: EngineConfig) -> str:
+    platform = jax.default_backend() if config.platform == "auto" else config.platform
+    try:
+        jax.devices(platform)
+    except RuntimeError as error:
+        raise ValueError(
+            f"platform is {platform!r}, but jax has no such device: {error}"
+        ) from error
+    return platform
+
+
+def _load_native(config: EngineConfig) -> library.NativeUnavailable | None:
+    """Load the native kernels unless the configuration rules them out."""
+    if config.attention == "reference" or _platform(config) != "cpu":
+        return library.NativeUnavailable("native kernels are for the CPU platform")
+    try:
+        library.load()
+    except library.NativeUnavailable as error:
+        return error
+    return None
+
+
+def _attention(config: EngineConfig) -> AttentionFn:
+    if config.attention == "native":
+        from kernels.cpu import attention
+
+        return attention.ragged_paged_attention
+    return reference.ragged_paged_attention
+
+
+def _fingerprint(config: EngineConfig, model_config: ModelConfig) -> str:
+    """Digest of what determines the programs and, with equal weights, the tokens."""
+    native = library.fingerprint() if config.attention == "native" else ""
+    shape = dataclasses.replace(config, model="", program_store=None)
+    parts = (environment_key(), repr(model_config), repr(shape), native)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _ignore_progress(stage: str, done: int, total: int) -> None:
+    del stage, done, total

@@ -1,0 +1,148 @@
+"""A device without arrays: pages hold token ids, and the next token is a hash of what a row reads.
+
+A row that reads a wrong page, a stale page or a wrong slot gets another token, so an engine on this
+runner produces `naive_tokens` if and only if its page and slot bookkeeping is right.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from replicas.engine.engine import Engine
+from replicas.engine.page_allocator import PageAllocator
+from replicas.engine.scheduler import Scheduler, StepPlan
+from replicas.wire import GenerateRequest, ModelInfo, SamplingParams, SinkAddress, TokenDelta
+
+VOCAB_SIZE = 1000
+NO_SINK = SinkAddress(host="127.0.0.1", port=0, sink_id="none", key=b"")
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The fake model: any change in any earlier token changes the result."""
+    return zlib.crc32(b",".join(str(t).encode() for t in token_ids)) % VOCAB_SIZE
+
+
+def naive_tokens(prompt: Sequence[int], count: int) -> list[int]:
+    """What any correct engine produces for the fake model."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """Executes plans at launch, in launch order, as a device does."""
+
+    def __init__(self, *, num_pages: int, page_size: int, num_slots: int) -> None:
+        self.num_compiles_after_warmup = 0
+        self.plans: list[StepPlan] = []
+        self._page_size = page_size
+        self._pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
+        self._last_token_ids = [-1] * num_slots
+
+    def launch(self, plan: StepPlan) -> list[int]:
+        self.plans.append(plan)
+        reads = [self._write(part) for part in plan.scheduled]
+        sampled = [next_token([-1 if t is None else t for t in row]) for row in reads]
+        for part, token_id in zip(plan.scheduled, sampled, strict=True):
+            if part.samples:
+                self._last_token_ids[part.slot] = token_id
+        return sampled
+
+    def fetch(self, step: list[int]) -> list[int]:
+        return step
+
+    def _write(self, part) -> list[int | None]:
+        sequence, end = part.sequence, part.start + part.num_tokens
+        for position in range(part.start, end):
+            is_known = position < len(sequence.token_ids)
+            token = sequence.token_ids[position] if is_known else self._last_token_ids[part.slot]
+            page = sequence.page_ids[position // self._page_size]
+            self._pages[page][position % self._page_size] = token
+        return [
+            self._pages[sequence.page_ids[i // self._page_size]][i % self._page_size]
+            for i in range(end)
+        ]
+
+
+def make_engine(
+    *,
+    num_pages: int = 64,
+    page_size: int = 8,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_mixed_tokens: int = 16,
+    enable_prefix_caching: bool = True,
+    eos_token_ids: tuple[int, ...] = (),
+) -> tuple[Engine, FakeRunner]:
+    """An engine on a fake device."""
+    runner = FakeRunner(num_pages=num_pages, page_size=page_size, num_slots=max_num_seqs)
+    scheduler = Scheduler(
+        PageAllocator(num_pages, enable_prefix_caching=enable_prefix_caching),
+        page_size=page_size,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_mixed_tokens=max_mixed_tokens,
+    )
+    info = ModelInfo(
+        model_id="fake",
+        max_model_len=4096,
+        max_request_tokens=(num_pages - 1) * page_size,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=eos_token_ids,
+        fingerprint="fake",
+    )
+    return Engine(scheduler, runner, model_info=info), runner
+
+
+def make_request(
+    request_id: str, prompt: Sequence[int], max_tokens: int = 8, **fields
+) -> GenerateRequest:
+    """A greedy request; `fields` of SamplingParams or GenerateRequest override."""
+    names = SamplingParams.__dataclass_fields__
+    sampling = {k: v for k, v in fields.items() if k in names}
+    rest = {k: v for k, v in fields.items() if k not in names}
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        sink=NO_SINK,
+        **rest,
+    )
+
+
+Deltas = dict[str, list[TokenDelta]]
+
+
+def step(engine: Engine, deltas: Deltas) -> None:
+    """One step, its deltas filed by request."""
+    for delta in engine.step().deltas:
+        deltas.setdefault(delta.request_id, []).append(delta)
+    engine.scheduler.check_integrity()
+
+
+def run(engine: Engine, deltas: Deltas | None = None, *, max_steps: int = 10_000) -> Deltas:
+    """Step until idle; the deltas by request, checked for order and a single end.
+
+    `deltas` holds what earlier steps gave.
+    """
+    deltas = {} if deltas is None else deltas
+    for _ in range(max_steps):
+        if not engine.has_work:
+            break
+        step(engine, deltas)
+    assert not engine.has_work, "the engine did not become idle"
+    for parts in deltas.values():
+        assert [p.result is not None for p in parts] == [False] * (len(parts) - 1) + [True]
+        index = parts[0].start_index
+        for part in parts:
+            assert part.start_index == index
+            index += len(part.token_ids)
+        assert parts[-1].result.num_output_tokens == index - parts[0].start_index
+    return deltas
+
+
+def output(deltas: list[TokenDelta]) -> list[int]:
+    """All tokens of one request."""
+    return [token for delta in deltas for token in delta.token_ids]

@@ -1,0 +1,212 @@
+"""The engine over a fake device: batching, chunks, caching and preemption change no token."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.errors import ContextLengthExceeded, InvalidRequest
+from replicas.wire import FinishReason
+from tests.fake_runner import make_engine, make_request, naive_tokens, output, run, step
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(seed).randrange(1000) for _ in range(length)]
+
+
+def test_one_request_gives_the_models_tokens():
+    engine, _ = make_engine()
+    engine.add(make_request("a", prompt(5), max_tokens=20))
+    deltas = run(engine)["a"]
+    assert output(deltas) == naive_tokens(prompt(5), 20)
+    assert deltas[-1].result.finish_reason is FinishReason.LENGTH
+    assert engine.load().num_free_pages == engine.load().num_pages
+
+
+def test_next_step_is_launched_before_the_previous_is_fetched():
+    engine, runner = make_engine()
+    engine.add(make_request("a", prompt(5), max_tokens=4))
+    assert engine.step().deltas == ()
+    engine.step()
+    assert len(runner.plans) == 2, "step 2 was launched although step 1 had not been fetched before"
+
+
+def test_long_prompt_is_computed_in_chunks():
+    engine, runner = make_engine(max_num_batched_tokens=32)
+    engine.add(make_request("a", prompt(100), max_tokens=3))
+    assert output(run(engine)["a"]) == naive_tokens(prompt(100), 3)
+    assert [plan.num_tokens for plan in runner.plans[:4]] == [32, 32, 32, 4]
+
+
+def test_chunks_beside_decodes_are_bounded():
+    engine, runner = make_engine(max_num_batched_tokens=32, max_mixed_tokens=16)
+    engine.add(make_request("a", prompt(4), max_tokens=40))
+    engine.step()
+    engine.add(make_request("b", prompt(100, seed=1), max_tokens=3))
+    run(engine)
+    mixed = [p.num_tokens for p in runner.plans[1:] if any(r.num_tokens == 1 for r in p.scheduled)]
+    assert max(mixed) == 16
+
+
+def test_second_request_reuses_the_prefix():
+    engine, _ = make_engine(page_size=8)
+    engine.add(make_request("a", prompt(40), max_tokens=4))
+    run(engine)
+    engine.add(make_request("b", prompt(40), max_tokens=4))
+    deltas = run(engine)["b"]
+    assert output(deltas) == naive_tokens(prompt(40), 4)
+    assert deltas[-1].result.num_cached_tokens == 32, "the last token is always computed"
+
+
+def test_output_pages_are_reused_by_a_follow_up():
+    engine, _ = make_engine(page_size=8)
+    engine.add(make_request("a", prompt(16), max_tokens=17))
+    first = output(run(engine)["a"])
+    engine.add(make_request("b", prompt(16) + first + [7], max_tokens=2))
+    assert run(engine)["b"][-1].result.num_cached_tokens == 32
+
+
+def test_salts_do_not_share_pages():
+    engine, _ = make_engine()
+    engine.add(make_request("a", prompt(40), cache_salt="x"))
+    run(engine)
+    engine.add(make_request("b", prompt(40), cache_salt="y"))
+    assert run(engine)["b"][-1].result.num_cached_tokens == 0
+
+
+def test_preempted_sequences_give_the_same_tokens():
+    engine, _ = make_engine(num_pages=9, page_size=8, max_num_seqs=4)
+    for i in range(4):
+        engine.add(make_request(str(i), prompt(9, seed=i), max_tokens=40))
+    deltas = run(engine)
+    assert engine.load().num_preemptions > 0
+    for i in range(4):
+        assert output(deltas[str(i)]) == naive_tokens(prompt(9, seed=i), 40)
+    assert engine.load().num_free_pages == 8
+
+
+def test_stop_token_ends_and_overrun_is_dropped():
+    tokens = naive_tokens(prompt(5), 10)
+    engine, _ = make_engine(eos_token_ids=(tokens[3],))
+    engine.add(make_request("a", prompt(5), max_tokens=10))
+    engine.add(make_request("b", prompt(5), max_tokens=10, ignore_eos=True))
+    engine.add(make_request("c", prompt(5), max_tokens=10, stop_token_ids=(tokens[1],)))
+    deltas = run(engine)
+    assert output(deltas["a"]) == tokens[:4]
+    assert deltas["a"][-1].result.finish_reason is FinishReason.STOP
+    assert output(deltas["b"]) == tokens
+    assert output(deltas["c"]) == tokens[:2]
+
+
+def test_priority_goes_first():
+    engine, runner = make_engine(max_num_seqs=1)
+    for name, priority in (("low", 5), ("high", -5), ("mid", 0)):
+        engine.add(make_request(name, prompt(4), max_tokens=2, priority=priority))
+    run(engine)
+    order = [p.scheduled[0].sequence.request.request_id for p in runner.plans]
+    assert list(dict.fromkeys(order)) == ["high", "mid", "low"]
+
+
+def test_abort_while_waiting_prefilling_and_decoding_frees_everything():
+    engine, _ = make_engine(max_num_seqs=2)
+    engine.add(make_request("decoding", prompt(4), max_tokens=50))
+    deltas = {}
+    for _ in range(4):
+        step(engine, deltas)
+    engine.add(make_request("prefilling", prompt(100, seed=2), max_tokens=50))
+    step(engine, deltas)
+    engine.add(make_request("waiting", prompt(4, seed=3), max_tokens=50))
+    for name in ("decoding", "prefilling", "waiting", "unknown"):
+        engine.abort(name)
+    run(engine, deltas)
+    assert {n: d[-1].result.finish_reason for n, d in deltas.items()} == dict.fromkeys(
+        ("decoding", "prefilling", "waiting"), FinishReason.ABORT
+    )
+    load = engine.load()
+    assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
+
+
+def test_migrated_request_numbers_its_tokens_from_the_offset():
+    engine, _ = make_engine()
+    tokens = naive_tokens(prompt(5), 10)
+    engine.add(make_request("a", prompt(5) + tokens[:4], max_tokens=6, output_offset=4))
+    deltas = run(engine)["a"]
+    assert deltas[0].start_index == 4
+    assert output(deltas) == tokens[4:]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"prompt": []}, InvalidRequest),
+        ({"prompt": [1000]}, InvalidRequest),
+        ({"prompt": [-1]}, InvalidRequest),
+        ({"prompt": [1], "max_tokens": 0}, InvalidRequest),
+        ({"prompt": [1], "temperature": float("nan")}, InvalidRequest),
+        ({"prompt": [1], "temperature": -1.0}, InvalidRequest),
+        ({"prompt": [1], "top_p": 0.0}, InvalidRequest),
+        ({"prompt": [1], "top_k": -2}, InvalidRequest),
+        ({"prompt": [1] * 5000}, ContextLengthExceeded),
+        ({"prompt": [1] * 500, "max_tokens": 5}, ContextLengthExceeded),
+    ],
+)
+def test_what_could_never_run_is_refused(fields, error):
+    engine, _ = make_engine(num_pages=64, page_size=8)
+    with pytest.raises(error):
+        engine.validate(make_request("a", **fields))
+
+
+def test_the_largest_request_that_fits_runs():
+    engine, _ = make_engine(num_pages=9, page_size=8)
+    request = make_request("a", prompt(60), max_tokens=4)
+    engine.validate(request)
+    engine.add(request)
+    assert output(run(engine)["a"]) == naive_tokens(prompt(60), 4)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    num_pages=st.integers(8, 30),
+    max_num_seqs=st.integers(1, 6),
+    max_mixed_tokens=st.integers(8, 20),
+    caching=st.booleans(),
+)
+def test_any_traffic_gives_the_models_tokens(
+    seed, num_pages, max_num_seqs, max_mixed_tokens, caching
+):
+    rng = random.Random(seed)
+    engine, _ = make_engine(
+        num_pages=num_pages,
+        page_size=4,
+        max_num_seqs=max_num_seqs,
+        max_mixed_tokens=max_mixed_tokens,
+        enable_prefix_caching=caching,
+    )
+    capacity = engine.model_info.max_request_tokens
+    shared = prompt(12, seed)
+    expected, deltas, aborted = {}, {}, set()
+    for i in range(rng.randint(1, 14)):
+        tokens = shared[: rng.choice([0, 4, 9, 12])] + prompt(rng.randint(1, 12), seed + i)
+        count = rng.randint(1, max(1, min(25, capacity - len(tokens))))
+        if len(tokens) + count > capacity:
+            continue
+        engine.add(make_request(str(i), tokens, max_tokens=count, priority=rng.choice([0, 0, 1])))
+        expected[str(i)] = naive_tokens(tokens, count)
+        for _ in range(rng.randint(0, 6)):
+            step(engine, deltas)
+        if rng.random() < 0.2:
+            victim = rng.choice(list(expected))
+            engine.abort(victim)
+            aborted.add(victim)
+    run(engine, deltas)
+    for request_id, tokens in expected.items():
+        got = output(deltas[request_id])
+        if request_id in aborted:
+            assert got == tokens[: len(got)]
+        else:
+            assert got == tokens
+    load = engine.load()
+    assert load.num_free_pages == load.num_pages
+    assert (load.num_running, load.num_waiting) == (0, 0)
