@@ -19,15 +19,16 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-GOOGLE_MODULES = (
-    "google_auth_httplib2",
-    "googleapiclient",
-    "googleapiclient.discovery",
-    "googleapiclient.errors",
-    "httplib2",
-    "google.oauth2.service_account",
-    "google.oauth2.credentials",
-)
+# Module name -> what Ray's provider takes from it at import or calls in these tests.
+GOOGLE_MODULES: dict[str, dict[str, Any]] = {
+    "google_auth_httplib2": {"AuthorizedHttp": lambda credentials, http: http},
+    "httplib2": {"Http": SimpleNamespace},
+    "googleapiclient": {},
+    "googleapiclient.discovery": {"Resource": object},
+    "googleapiclient.errors": {"HttpError": type("HttpError", (Exception,), {})},
+    "google.oauth2.service_account": {},
+    "google.oauth2.credentials": {"Credentials": object},
+}
 TPU_TYPES = ("tpu_v5e_4", "tpu_v5e_8", "tpu_v6e_1", "tpu_v6e_4", "tpu_v6e_8", "tpu_v7x_4")
 
 Config = dict[str, Any]
@@ -52,28 +53,14 @@ class RecordingApi:
 @pytest.fixture
 def gcp(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Ray's GCP provider modules, imported over stand-ins for Google's client libraries."""
-    for name in GOOGLE_MODULES:
+    for name, attributes in GOOGLE_MODULES.items():
         module = ModuleType(name)
         module.__path__ = []
+        module.__dict__.update(attributes)
         monkeypatch.setitem(sys.modules, name, module)
-    sys.modules["google_auth_httplib2"].AuthorizedHttp = lambda credentials, http: http  # pyright: ignore
-    sys.modules["httplib2"].Http = SimpleNamespace  # pyright: ignore
-    sys.modules["googleapiclient.discovery"].Resource = object  # pyright: ignore
-    sys.modules["googleapiclient.errors"].HttpError = type("HttpError", (Exception,), {})  # pyright: ignore
-    sys.modules["google.oauth2.credentials"].Credentials = object  # pyright: ignore
-    for parent, child in (
-        ("googleapiclient", "discovery"),
-        ("googleapiclient", "errors"),
-    ):
-        setattr(sys.modules[parent], child, sys.modules[f"{parent}.{child}"])
-
-    oauth2 = importlib.import_module("google.oauth2")
-    monkeypatch.setattr(
-        oauth2, "service_account", sys.modules["google.oauth2.service_account"], raising=False
-    )
-    monkeypatch.setattr(
-        oauth2, "credentials", sys.modules["google.oauth2.credentials"], raising=False
-    )
+        parent, _, child = name.rpartition(".")
+        if parent:
+            monkeypatch.setattr(importlib.import_module(parent), child, module, raising=False)
     prefix = "ray.autoscaler._private.gcp"
     before = {name for name in sys.modules if name.startswith(prefix)}
     yield SimpleNamespace(
