@@ -1,0 +1,136 @@
+"""Native ragged paged attention: the traced wrapper around the C++ kernel.
+
+Owns the checks of shape and dtype, which happen once, when a program is traced; values (lengths,
+page indices) are checked by the kernel at every call. Same signature as `kernels.reference`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.cpu import library
+
+_FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+_NO_WINDOW = 1 << 40
+
+
+def ragged_paged_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    sm_scale: float,
+    sliding_window: int | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Write the new keys and values to their pages, then attend over the pages.
+
+    Args:
+        q: bf16 or f32 [T, H, D], rotated; D a multiple of 8.
+        k: [T, K, D], rotated, dtype of q; K divides H.
+        v: [T, K, D], dtype of q.
+        kv_pages: bf16 or f32 [N, 2K, page, D]: keys of head h at row 2h, values at 2h + 1; page a
+            power of two >= 8. Donated: updated in place.
+        kv_lens: i32 [S], tokens in the cache after this step.
+        page_indices: i32 [S, P].
+        cu_q_lens: i32 [S + 1], rows of sequence s are [cu_q_lens[s], cu_q_lens[s + 1]).
+        num_seqs: i32 [1], sequences in use.
+        sm_scale: factor of the scores.
+        sliding_window: keys that a query sees, itself included; None for all.
+
+    Returns:
+        The output [T, H, D] in q's dtype, zero past the last sequence's rows, and the pages.
+        A row's bits depend on its own sequence only: not on the batch, on chunking, on the page
+        size or on the number of threads. (They do depend on the instruction set.)
+
+    Raises:
+        ValueError: a shape or parameter does not fit.
+        TypeError: a dtype is not supported.
+        kernels.cpu.library.NativeUnavailable: the kernels cannot be built here.
+        jax.errors.JaxRuntimeError: at run time, lengths or page indices outside the buffers.
+    """
+    _check_dtypes(q, k, v, kv_pages)
+    _check_indices(kv_lens, page_indices, cu_q_lens, num_seqs)
+    _check_shapes(q, k, v, kv_pages)
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    library.load()
+    call = jax.ffi.ffi_call(
+        "systole_ragged_paged_attention",
+        (
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
+        ),
+        input_output_aliases={3: 1},
+    )
+    out, kv_pages = call(
+        q,
+        k,
+        v,
+        kv_pages,
+        kv_lens,
+        page_indices,
+        cu_q_lens,
+        num_seqs,
+        scale=np.float32(sm_scale),
+        window=_NO_WINDOW if sliding_window is None else sliding_window,
+    )
+    return out, kv_pages
+
+
+def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array) -> None:
+    for name, array in (("q", q), ("kv_pages", kv_pages)):
+        if array.dtype not in _FLOATS:
+            raise TypeError(f"{name} must be bfloat16 or float32, got {array.dtype}")
+    for name, array in (("k", k), ("v", v)):
+        if array.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {array.dtype}")
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array) -> None:
+    for name, array, ndim in (("q", q, 3), ("k", k, 3), ("v", v, 3), ("kv_pages", kv_pages, 4)):
+        if array.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}")
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    if k.shape != (num_tokens, num_kv_heads, head_dim) or v.shape != k.shape:
+        raise ValueError(f"k and v must be [T, K, D] as q {q.shape}, got {k.shape} and {v.shape}")
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"the {num_heads} query heads must be a multiple of {num_kv_heads} kv heads")
+    if head_dim == 0 or head_dim % 8:
+        raise ValueError(f"head_dim must be a multiple of 8, got {head_dim}")
+    _, rows, page_size, page_dim = kv_pages.shape
+    if rows != 2 * num_kv_heads or page_dim != head_dim:
+        raise ValueError(
+            f"kv_pages must be [N, {2 * num_kv_heads}, page, {head_dim}], got {kv_pages.shape}"
+        )
+    if page_size < 8 or page_size & (page_size - 1):
+        raise ValueError(f"the page size must be a power of two >= 8, got {page_size}")
+
+
+def _check_indices(
+    kv_lens: jax.Array, page_indices: jax.Array, cu_q_lens: jax.Array, num_seqs: jax.Array
+) -> None:
+    arrays = {
+        "kv_lens": (kv_lens, 1),
+        "page_indices": (page_indices, 2),
+        "cu_q_lens": (cu_q_lens, 1),
+        "num_seqs": (num_seqs, 1),
+    }
+    for name, (array, ndim) in arrays.items():
+        if array.dtype != jnp.int32:
+            raise TypeError(f"{name} must be int32, got {array.dtype}")
+        if array.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}")
+    rows = kv_lens.shape[0]
+    if page_indices.shape[0] != rows or cu_q_lens.shape[0] != rows + 1 or num_seqs.shape[0] != 1:
+        raise ValueError(
+            f"for kv_lens [{rows}], page_indices [{rows}, P], cu_q_lens [{rows + 1}] and num_seqs "
+            f"[1] were expected, got {page_indices.shape}, {cu_q_lens.shape}, {num_seqs.shape}"
+        )

@@ -1,0 +1,188 @@
+"""Builds the native CPU kernels with the machine's C++ compiler and registers them with XLA.
+
+Owns the cache of built libraries: one directory per fingerprint under `.cache/native/` of the
+checkout, each written aside and renamed into place, so any number of processes may build at once.
+Knows nothing of what the kernels compute. Where they cannot be had, `NativeUnavailable` says why,
+and the jnp reference serves.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+
+logger = logging.getLogger(__name__)
+
+_SOURCE_DIR = Path(__file__).parent / "src"
+_CACHE_DIR = Path(__file__).resolve().parents[2] / ".cache" / "native"
+_LIBRARY_NAME = "libsystole_cpu.so"
+_COMPILERS = ("g++", "clang++", "c++")
+_COMPILE_TIMEOUT_S = 300
+
+# No fast-math and no contraction: a result is the operations in the order they are written.
+_FLAGS = (
+    "-std=c++20",
+    "-O3",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-w",
+)
+_AVX2_FLAGS = ("-mavx2", "-mfma")
+_AVX512_FLAGS = (*_AVX2_FLAGS, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_ISA_FLAGS = {
+    "generic": (),
+    "avx2": _AVX2_FLAGS,
+    "avx512": _AVX512_FLAGS,
+    "avx512bf16": (*_AVX512_FLAGS, "-mavx512bf16"),
+}
+_X86_64 = ("x86_64", "AMD64")
+_PER_ISA = ("attention_isa.cc",)
+_TARGETS = ("systole_ragged_paged_attention",)  # each the symbol of its handler, too
+
+
+class NativeUnavailable(Exception):
+    """The native kernels cannot be built or loaded on this machine; the message says why."""
+
+
+def load() -> None:
+    """Register the FFI targets, building the library first where that has not been done.
+
+    Needed before a serialised program that calls a target is loaded. Does its work once per
+    process, and logs one line where that fails.
+
+    Raises:
+        NativeUnavailable: no compiler, a failed build, or a library that does not load.
+    """
+    if reason := _register():
+        raise NativeUnavailable(reason)
+
+
+def build() -> Path:
+    """Compile the library unless its fingerprint is cached; return its path.
+
+    Takes some 10 s of one core. Concurrent callers each build aside and the first rename wins.
+
+    Raises:
+        NativeUnavailable: no compiler, or it failed; the message ends with its last lines.
+    """
+    target = _CACHE_DIR / fingerprint() / _LIBRARY_NAME
+    if target.exists():
+        return target
+    compiler = _find_compiler()
+    logger.info("compiling the native CPU kernels with %s (once, some 10 s)", compiler)
+    try:
+        _CACHE_DIR.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".build-", dir=_CACHE_DIR) as scratch:
+            built = _compile(compiler, Path(scratch))
+            target.parent.mkdir(exist_ok=True)
+            os.replace(built, target)
+    except OSError as error:
+        raise NativeUnavailable(f"cannot write the native kernels to {_CACHE_DIR}: {error}") from error
+    return target
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Return the hash of sources, flags, FFI headers' version and CPU features: 16 hex digits.
+
+    Two machines with one fingerprint run the same instructions and produce the same bits.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(_SOURCE_DIR.iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest.update(repr((_FLAGS, _isa_flags(), jax.lib.__version__, _cpu_features())).encode())
+    return digest.hexdigest()
+
+
+def instruction_set() -> str:
+    """Return the instruction set that the kernels use here: a key of the compile table."""
+    name = ctypes.CDLL(str(build())).systole_instruction_set
+    name.restype = ctypes.c_char_p
+    return name().decode()
+
+
+@functools.cache
+def _register() -> str | None:
+    """Register every target; return why that is impossible, or None."""
+    try:
+        path = build()
+        library = ctypes.CDLL(str(path))
+    except (NativeUnavailable, OSError) as error:
+        logger.warning("no native CPU kernels, the slower jnp path serves: %s", error)
+        return str(error)
+    for target in _TARGETS:
+        capsule = jax.ffi.pycapsule(getattr(library, target))
+        jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    return None
+
+
+def _find_compiler() -> str:
+    for name in _COMPILERS:
+        if path := shutil.which(name):
+            return path
+    raise NativeUnavailable(f"no C++ compiler ({', '.join(_COMPILERS)}) is on PATH")
+
+
+def _isa_flags() -> dict[str, tuple[str, ...]]:
+    if platform.machine() in _X86_64:
+        return _ISA_FLAGS
+    return {"generic": _ISA_FLAGS["generic"]}
+
+
+def _cpu_features() -> str:
+    """The features that choose between instruction sets, e.g. "x86_64 avx2 avx512f fma"."""
+    wanted = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+    flags: set[str] = set()
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                flags = set(line.split(":", 1)[1].split())
+                break
+    except OSError:
+        pass  # not Linux: the machine's name alone
+    return " ".join([platform.machine(), *sorted(wanted & flags)])
+
+
+def _compile(compiler: str, out_dir: Path) -> Path:
+    """Compile every source into `out_dir`, in parallel, and link; return the library."""
+    jobs: list[tuple[Path, tuple[str, ...]]] = []
+    for source in sorted(_SOURCE_DIR.glob("*.cc")):
+        if source.name in _PER_ISA:
+            for isa, flags in _isa_flags().items():
+                defines = (f"-DSYSTOLE_ISA={isa}", *flags)
+                jobs.append((out_dir / f"{source.stem}_{isa}.o", (*defines, "-c", str(source))))
+        else:
+            include = ("-isystem", jax.ffi.include_dir())
+            jobs.append((out_dir / f"{source.stem}.o", (*include, "-c", str(source))))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda job: _run([compiler, *_FLAGS, *job[1], "-o", str(job[0])]), jobs):
+            pass
+    library = out_dir / _LIBRARY_NAME
+    objects = [str(path) for path, _ in jobs]
+    _run([compiler, "-shared", *objects, "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{command[0]} did not run: {error}") from error
+    if done.returncode:
+        tail = "\n".join(done.stderr.strip().splitlines()[-5:])
+        raise NativeUnavailable(f"{command[0]} failed with status {done.returncode}:\n{tail}")
