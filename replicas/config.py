@@ -11,6 +11,109 @@ from typing import Literal
 
 Platform = Literal["auto", "cpu", "tpu"]
 AttentionImpl = Literal["auto", "native", "reference"]
+RopeKind = Literal["default", "linear", "llama3"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding: how a position becomes angles.
+
+    Attributes:
+        kind: "default"; "linear" divides every frequency by `factor`; "llama3" divides the low
+            ones, keeps the high ones and blends between (Llama 3.1).
+        theta: base of the geometric series of frequencies, > 0.
+        factor: context extension, > 0.
+        low_freq_factor: llama3: wavelengths above original / low_freq_factor are divided.
+        high_freq_factor: llama3: wavelengths below original / high_freq_factor are kept.
+        original_max_position_embeddings: llama3: context length of the original training, tokens.
+    """
+
+    kind: RopeKind = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.theta <= 0:
+            raise ValueError(f"rope theta must be > 0, got {self.theta}")
+        if self.factor <= 0:
+            raise ValueError(f"rope factor must be > 0, got {self.factor}")
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"rope low_freq_factor ({self.low_freq_factor}) must be below high_freq_factor "
+                f"({self.high_freq_factor})"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """What a checkpoint computes, read in full from its config.json.
+
+    Attributes:
+        family: `model_type` of the checkpoint; picks the entry of the model registry.
+        vocab_size: V.
+        hidden_size: M.
+        intermediate_size: F.
+        num_layers: L.
+        num_heads: query heads H, a multiple of `num_kv_heads`.
+        num_kv_heads: key/value heads K.
+        head_dim: D, even.
+        max_position_embeddings: longest context that the checkpoint was made for, tokens.
+        rms_norm_eps: added to the mean square.
+        rope: rotary position embedding.
+        attention_bias: biases on the q, k, v and output projections.
+        mlp_bias: biases on the gate, up and down projections.
+        tie_word_embeddings: the output head is the embedding.
+        sliding_window: a query attends to its own and the latest positions before it, that
+            many in all; None: to every earlier position.
+        eos_token_ids: ids that end a generation, of config.json and generation_config.json.
+        bos_token_id: id that begins a text, or None.
+        checkpoint_dtype: dtype that config.json states, or None. Information only.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    rope: RopeConfig = RopeConfig()
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    sliding_window: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    checkpoint_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads "
+                f"({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window must be >= 1, got {self.sliding_window}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +154,9 @@ class EngineConfig:
     program_store: str | None = None
 
     def __post_init__(self) -> None:
-        if self.page_size is not None and (self.page_size < 8 or self.page_size & (self.page_size - 1)):
+        if self.page_size is not None and (
+            self.page_size < 8 or self.page_size & (self.page_size - 1)
+        ):
             raise ValueError(f"page_size must be a power of two >= 8, got {self.page_size}")
         if not 1 <= self.max_num_seqs <= 1024:
             raise ValueError(f"max_num_seqs must be in [1, 1024], got {self.max_num_seqs}")
@@ -70,7 +175,9 @@ class EngineConfig:
                 f"max_mixed_tokens ({self.max_mixed_tokens})"
             )
         if self.num_pages is not None and self.num_pages < 2:
-            raise ValueError(f"num_pages must be >= 2 (page 0 is the null page), got {self.num_pages}")
+            raise ValueError(
+                f"num_pages must be >= 2 (page 0 is the null page), got {self.num_pages}"
+            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be >= 2, got {self.max_model_len}")
         if self.tensor_parallel < 1:

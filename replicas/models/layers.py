@@ -1,0 +1,112 @@
+"""Building blocks that the families share: projection, norm, rotary embedding, gated MLP.
+
+Pure functions on arrays of one shard. Invariant: the bits of a row depend on that row alone.
+Weights are [N, K] (out, in) and rows are never fewer than 8, which is what makes XLA's CPU dots and
+row reductions independent of the number of rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from replicas.config import RopeConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Float32, Int32
+
+
+def linear(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float32[Array, "T N"]:
+    """Project rows by a weight stored [out, in], accumulating in f32.
+
+    Every matmul of every family comes through here: a packed weight can bring its own kernel.
+    """
+    # f32 means f32: without a precision a TPU multiplies f32 operands in one bf16 pass.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(
+        x,
+        weight,
+        (((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def rms_norm(
+    x: Float[Array, "T M"], weight: Float32[Array, " M"], *, eps: float
+) -> Float32[Array, "T M"]:
+    """Scale each row to unit root mean square, in f32 (Zhang & Sennrich 2019)."""
+    x = x.astype(jnp.float32)
+    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * lax.rsqrt(mean_square + eps) * weight[None, :]
+
+
+def embed(
+    embedding: Float[Array, "V M"], token_ids: Int32[Array, " T"], *, axis_name: str | None = None
+) -> Float32[Array, "T M"]:
+    """Look the rows of `token_ids` up; with `axis_name` the vocabulary is sharded over it."""
+    if axis_name is None:
+        return embedding[token_ids].astype(jnp.float32)
+    num_rows = embedding.shape[0]
+    local_ids = token_ids - lax.axis_index(axis_name) * num_rows
+    is_local = (local_ids >= 0) & (local_ids < num_rows)
+    rows = embedding[jnp.where(is_local, local_ids, 0)].astype(jnp.float32)
+    # One shard holds the row, the others add zero: the sum is exact.
+    return lax.psum(jnp.where(is_local[:, None], rows, 0.0), axis_name)
+
+
+def sum_over(x: Array, axis_name: str | None) -> Array:
+    """Add partial results over a mesh axis; the identity on a single shard."""
+    return x if axis_name is None else lax.psum(x, axis_name)
+
+
+def add_bias(x: Float32[Array, "T N"], bias: Float[Array, " N"] | None) -> Float32[Array, "T N"]:
+    """Add an optional bias in f32."""
+    return x if bias is None else x + bias.astype(jnp.float32)[None, :]
+
+
+def silu_gate(gate_up: Float32[Array, "T 2F"]) -> Float32[Array, "T F"]:
+    """Return silu(gate) * up of a fused [gate, up] projection (SwiGLU, Shazeer 2020)."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Return the angle per position of each rotated pair, f32 [D / 2].
+
+    Computed once on the host in f64. llama3: a wavelength is divided by `factor` above
+    original / low_freq_factor, kept below original / high_freq_factor, and blended linearly in the
+    inverse wavelength between the two.
+    """
+    frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        periods = rope.original_max_position_embeddings * frequencies / (2 * np.pi)
+        blend = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = np.clip(blend, 0.0, 1.0)
+        frequencies = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    return frequencies.astype(np.float32)
+
+
+def rope_angles(
+    positions: Int32[Array, " T"], rope: RopeConfig, head_dim: int
+) -> tuple[Float32[Array, "T D/2"], Float32[Array, "T D/2"]]:
+    """Return cosine and sine of every position's angles, in f32: bf16 would round 257 to 256."""
+    frequencies = jnp.asarray(rope_frequencies(rope, head_dim))
+    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(
+    x: Float32[Array, "T H D"],
+    angles: tuple[Float32[Array, "T D/2"], Float32[Array, "T D/2"]],
+) -> Float32[Array, "T H D"]:
+    """Rotate pairs (i, i + D/2) of every head (Su et al. 2021, in the half-split layout)."""
+    cos, sin = (table[:, None, :] for table in angles)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
