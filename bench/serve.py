@@ -301,7 +301,7 @@ def table_row(entry: dict[str, Any]) -> dict[str, Any]:
         "tok/s": summary["output_tokens_per_s"],
         "req/s": summary["requests_per_s"],
         "ttft p50": quantile("ttft_ms", "p50"),
-        "p99": quantile("ttft_ms", "p99"),
+        "ttft p99": quantile("ttft_ms", "p99"),
         "tpot p50": quantile("tpot_ms", "p50"),
         "tpot p99": quantile("tpot_ms", "p99"),
         "itl p99": quantile("itl_ms", "p99"),
