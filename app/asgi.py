@@ -1,0 +1,212 @@
+"""The parts of the HTTP edge that are plain ASGI: bodies, disconnects, event streams, middleware.
+
+Knows nothing of completions. Invariants: no body over the limit is ever held in memory; a client
+that leaves ends the work done for it; a stream that has begun always ends with `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from app.auth import check_key
+from app.errors import error_body, error_headers
+from app.openai_response import DONE, KEEP_ALIVE
+from replicas.errors import AuthenticationError, PayloadTooLarge, ServingError
+
+_SAFE_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_OPEN_PATHS = frozenset({"/health", "/ready"})
+
+
+class ClientDisconnected(Exception):
+    """The client left before its answer was complete. Nobody is left to tell."""
+
+
+def error_response(error: ServingError) -> Response:
+    """Return the HTTP response for an error."""
+    return Response(
+        error_body(error),
+        status_code=error.status,
+        headers=error_headers(error),
+        media_type="application/json",
+    )
+
+
+async def read_body(request: Request, *, max_bytes: int) -> bytes:
+    """Read a request's body, giving up as soon as it is known to be too large.
+
+    Raises:
+        PayloadTooLarge: by Content-Length, or by what has arrived of a chunked body.
+        ClientDisconnected: the client left in the middle.
+    """
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the request body exceeds {max_bytes} bytes; send less")
+
+
+@contextlib.asynccontextmanager
+async def cancel_on_disconnect(receive: Receive) -> AsyncGenerator[None]:
+    """Cancel the enclosed work when the client leaves.
+
+    To be entered after the body has been read: from then on a client has nothing more to send.
+
+    Raises:
+        ClientDisconnected: instead of the CancelledError that ended the work. A cancellation that
+            comes from elsewhere passes through as it is.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:
+            raise ClientDisconnected from None
+        raise
+    finally:
+        watcher.cancel()
+
+
+class EventStream:
+    """Server-sent events on one ASGI response.
+
+    The status line waits for the first event, so that an early refusal can still have its own
+    status, but no longer than `keep_alive_s`: from then on comments keep proxies from closing a
+    connection that is silent while a request waits or prefills.
+
+    Attributes:
+        has_started: whether the status line has been sent.
+    """
+
+    def __init__(self, send: Send, headers: Mapping[str, str], *, keep_alive_s: float) -> None:
+        self.has_started = False
+        self._send = send
+        self._keep_alive_s = keep_alive_s
+        self._headers = MutableHeaders(headers)
+        self._last_sent_s = time.monotonic()
+        # Choices write from several tasks; the status line must come before all of them.
+        self._lock = asyncio.Lock()
+
+    async def write(self, data: bytes, *, is_last: bool = False) -> None:
+        """Send events."""
+        async with self._lock:
+            if not self.has_started:
+                self.has_started = True
+                await self._send(
+                    {
+                        "type": "http.response.start",
+                        "status": 200,
+                        "headers": self._headers.raw,
+                    }
+                )
+            self._last_sent_s = time.monotonic()
+            await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def close(self, last_events: bytes) -> None:
+        """Send the last events and end the response."""
+        await self.write(last_events + DONE, is_last=True)
+
+    async def fail(self, error: ServingError) -> None:
+        """End a stream that has begun with an error event."""
+        await self.close(b"data: " + error_body(error) + b"\n\n")
+
+    @contextlib.asynccontextmanager
+    async def kept_alive(self) -> AsyncGenerator[None]:
+        """Send a comment whenever the stream has been silent for `keep_alive_s`."""
+        keeper = asyncio.create_task(self._keep_alive())
+        try:
+            yield
+        finally:
+            keeper.cancel()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            silent_s = time.monotonic() - self._last_sent_s
+            if silent_s >= self._keep_alive_s:
+                await self.write(KEEP_ALIVE)
+                silent_s = 0.0
+            await asyncio.sleep(self._keep_alive_s - silent_s)
+
+
+class RequestIdMiddleware:
+    """Gives every request an id: the client's `X-Request-Id` where it is printable, else a new one.
+
+    Found by handlers as `request.state.request_id`. Ray Serve's own proxy layer echoes the header;
+    where there is none, this does (`echo`).
+    """
+
+    def __init__(self, app: ASGIApp, *, echo: bool) -> None:
+        self._app = app
+        self._echo = echo
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with its id."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = Headers(scope=scope).get("x-request-id", "")
+        if not _SAFE_REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id if self._echo else send)
+
+
+class AuthMiddleware:
+    """Asks for an API key on every path but the probes'."""
+
+    def __init__(self, app: ASGIApp, *, key_hashes: frozenset[str]) -> None:
+        self._app = app
+        self._key_hashes = key_hashes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["type"] == "http" and path not in _OPEN_PATHS:
+            authorization = next((v for k, v in scope["headers"] if k == b"authorization"), None)
+            try:
+                check_key(authorization, self._key_hashes)
+            except AuthenticationError as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

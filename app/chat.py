@@ -1,0 +1,107 @@
+"""Chats become prompts: message checks and the model's own jinja template.
+
+Templates come with the model and run in jinja2's immutable sandbox, with the names that Hugging
+Face templates expect (`raise_exception`, `strftime_now`, `tojson`, loop controls, the
+`generation` tag). Knows nothing of tokens. Invariant: a chat either becomes exactly the string
+that the model was trained with, or is refused as the caller's fault.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from app.openai_schema import ChatMessage
+from replicas.errors import InvalidRequest
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Raises ValueError (from the constructor) where the template's source is malformed.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._special_tokens = dict(special_tokens)
+        # OpenAI's newer name for the system role is passed on only to templates that know it.
+        self._knows_developer = "developer" in source
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(str(error)) from error
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """Render the prompt of a chat, ending where the assistant's answer begins.
+
+        Raises:
+            InvalidRequest: the template refuses the chat, e.g. two user messages in a row.
+        """
+        chat = [self._as_template_data(message) for message in messages]
+        try:
+            return self._template.render(
+                messages=chat,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise InvalidRequest(
+                f"the model's chat template refuses these messages: {error}", param="messages"
+            ) from error
+
+    def _as_template_data(self, message: ChatMessage) -> dict[str, Any]:
+        role = message.role
+        if role == "developer" and not self._knows_developer:
+            role = "system"
+        data: dict[str, Any] = {"role": role, "content": message.text}
+        if message.name is not None:
+            data["name"] = message.name
+        if message.reasoning_text is not None:
+            data["reasoning_content"] = message.reasoning_text
+        return data
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is
+    transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the body in place of the block."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    # jinja2 leaves the types of these dictionaries open.
+    cast(dict[str, Any], environment.filters)["tojson"] = _to_json
+    cast(dict[str, Any], environment.globals).update(
+        raise_exception=_raise, strftime_now=_strftime_now
+    )
+    return environment
+
+
+def _raise(message: object) -> None:
+    raise jinja2.TemplateError(str(message))
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().astimezone().strftime(pattern)
+
+
+def _to_json(value: object, **options: object) -> str:
+    """`json.dumps` without jinja's HTML escapes, text kept as it is."""
+    return json.dumps(value, **cast(dict[str, Any], {"ensure_ascii": False, **options}))

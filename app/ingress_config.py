@@ -1,0 +1,29 @@
+"""What an Ingress replica is told: frozen, made by `app.settings`, read by everyone else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressConfig:
+    """Settings of the HTTP edge.
+
+    Attributes:
+        model_dir: model directory; its tokenizer and chat template are read.
+        model_id: the name that clients send as `model`.
+        key_hashes: sha256 digests of the accepted API keys; empty: no key is asked for.
+        max_body_bytes: request bodies over this are refused before they are read.
+        max_choices: prompts x n of one request.
+        keep_alive_s: silence in a stream after which a comment is sent; also how long the status
+            line waits for the first token, so that a refusal still gets its own status.
+        request_timeout_s: time budget of one request, seconds, or None.
+    """
+
+    model_dir: str
+    model_id: str
+    key_hashes: frozenset[str] = frozenset()
+    max_body_bytes: int = 8 << 20
+    max_choices: int = 128
+    keep_alive_s: float = 5.0
+    request_timeout_s: float | None = 3600.0

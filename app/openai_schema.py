@@ -1,0 +1,301 @@
+"""What a client may ask: the request bodies of OpenAI's completions and chat completions.
+
+Pydantic models in strict mode with vLLM's extensions that this server implements; `parse_*` turn
+a JSON body into one, or refuse it with an error that names the parameter. Knows no tokenizer:
+limits that need token counts are checked where the tokens are. Invariant: a parsed request holds
+only values that the engine can act on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from app.errors import InvalidJSON, MissingParameter, UnknownParameter, UnsupportedParameter
+from app.json_types import is_list, is_object, is_token_ids
+from app.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, drop_without_effect
+from replicas.errors import InvalidRequest
+from replicas.wire import SamplingParams
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1_000
+MAX_STOP_TOKEN_IDS = 128
+MAX_CHOICES = 128
+_UINT64 = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+
+TokenIds = tuple[int, ...]
+Hint = Annotated[str, Field(max_length=1_000)]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+
+class StreamOptions(_Schema):
+    """Options that count only with `stream`."""
+
+    include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
+    include_obfuscation: Literal[False] = False
+
+
+class GenerationParams(_Schema):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=-1, le=1 << 30)
+    seed: int | None = Field(default=None, ge=-(1 << 63), le=_UINT64)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    cache_salt: str = Field(default="", max_length=1_000)
+    # Hints to a provider; they change no answer here.
+    user: Hint | None = None
+    metadata: dict[str, str] | None = Field(default=None, max_length=16)
+    safety_identifier: Hint | None = None
+    prompt_cache_key: Hint | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_strings(cls, value: object) -> tuple[str, ...]:
+        stops = [value] if isinstance(value, str) else value
+        if not is_list(stops):
+            raise ValueError("must be a string or a list of strings")
+        if len(stops) > MAX_STOP_STRINGS:
+            raise ValueError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stops)}")
+        for stop in stops:
+            if not isinstance(stop, str) or not 1 <= len(stop) <= MAX_STOP_CHARS:
+                raise ValueError(
+                    f"each stop string must be a string of 1 to {MAX_STOP_CHARS} characters"
+                )
+        return tuple(stops)
+
+    @field_validator("stop_token_ids", mode="before")
+    @classmethod
+    def _stop_token_ids(cls, value: object) -> tuple[int, ...]:
+        if not is_token_ids(value):
+            raise ValueError("must be a list of token ids, integers >= 0")
+        if len(value) > MAX_STOP_TOKEN_IDS:
+            raise ValueError(f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(value)}")
+        return tuple(value)
+
+    def sampling(self, *, max_tokens: int, seed: int, choice: int) -> SamplingParams:
+        """Return the sampling parameters of one choice.
+
+        Args:
+            max_tokens: output limit, tokens.
+            seed: the request's seed, given or drawn.
+            choice: index among the n choices of one prompt.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=max(0, self.top_k),
+            top_p=self.top_p,
+            max_tokens=max_tokens,
+            seed=choice_seed(seed, choice),
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+        )
+
+
+class CompletionRequest(GenerationParams):
+    """Body of POST /v1/completions."""
+
+    # A str, or token ids; one entry per prompt.
+    prompt: tuple[str | TokenIds, ...]
+    max_tokens: int = Field(default=16, ge=1)
+    add_special_tokens: bool = True
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = COMPLETION_PARAMETERS
+
+    @field_validator("prompt", mode="plain")
+    @classmethod
+    def _prompts(cls, value: object) -> tuple[str | TokenIds, ...]:
+        if isinstance(value, str):
+            return (value,)
+        if not is_list(value) or not value:
+            raise ValueError(
+                "must be a string, a list of strings, a list of token ids, or a list of lists of "
+                "token ids, and not empty"
+            )
+        if is_token_ids(value):
+            return (tuple(value),)
+        if all(isinstance(prompt, str) for prompt in value):
+            return tuple(value)
+        if all(is_token_ids(prompt) and prompt for prompt in value):
+            return tuple(tuple(prompt) for prompt in value)
+        raise ValueError(
+            "a list must hold only strings, only token ids (integers >= 0), or only lists of token "
+            "ids that are not empty"
+        )
+
+
+class TextPart(_Schema):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(_Schema):
+    """One message of a chat; assistant messages may be passed back as they were received."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | tuple[TextPart, ...] = ""
+    name: Hint | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The content as one string; parts are joined by line breaks."""
+        if isinstance(self.content, str):
+            return self.content
+        return "\n".join(part.text for part in self.content)
+
+    @property
+    def reasoning_text(self) -> str | None:
+        """The reasoning under either of its two names."""
+        return self.reasoning if self.reasoning is not None else self.reasoning_content
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _parts(cls, value: object) -> object:
+        # Strict mode takes tuples only from tuples, and JSON has lists.
+        if is_list(value):
+            for part in value:
+                kind = part.get("type") if is_object(part) else None
+                if kind != "text":
+                    raise ValueError(
+                        f"content parts must be of type 'text', got {kind!r}: the model reads text"
+                    )
+            return tuple(value)
+        if not isinstance(value, str):
+            raise ValueError("must be a string or a list of text parts")
+        return value
+
+
+class ChatRequest(GenerationParams):
+    """Body of POST /v1/chat/completions."""
+
+    messages: tuple[ChatMessage, ...] = Field(min_length=1)
+    # None: as many tokens as the context has room for.
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+
+    neutral: ClassVar[Mapping[str, tuple[object, ...]]] = CHAT_PARAMETERS
+
+    @property
+    def max_output_tokens(self) -> int | None:
+        """The newer `max_completion_tokens` where both are given."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _messages(cls, value: object) -> tuple[object, ...]:
+        if not isinstance(value, list):
+            raise ValueError("must be a list of messages")
+        messages: list[object] = value
+        return tuple(_clean_message(message) for message in messages)
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Derive the seed of the i-th choice: the request's own for the first, mixed for the others.
+
+    One step of SplitMix64 (Steele, Lea & Flood 2014), so that close seeds do not share streams.
+    """
+    if choice == 0:
+        return seed & _UINT64
+    z = (seed + choice * _GOLDEN_GAMMA) & _UINT64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64
+    return z ^ (z >> 31)
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Parse a request body.
+
+    Raises:
+        InvalidJSON: not JSON (NaN and Infinity are not), or not an object.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidJSON(f"the body is not valid JSON: {error}") from error
+    if not is_object(value):
+        raise InvalidJSON(f"the body must be a JSON object, got {_json_type(value)}")
+    return value
+
+
+def parse_request[R: (CompletionRequest, ChatRequest)](schema: type[R], body: dict[str, Any]) -> R:
+    """Turn a JSON object into a request.
+
+    Raises:
+        InvalidRequest: a parameter is unknown, unsupported, missing or out of range; the error
+            names the first one at fault.
+    """
+    body = drop_without_effect(body, schema.neutral)
+    if "stream_options" in body and not body.get("stream"):
+        raise InvalidRequest(
+            "'stream_options' is only allowed together with 'stream': true", param="stream_options"
+        )
+    if is_object(options := body.get("stream_options")):
+        body["stream_options"] = {k: v for k, v in options.items() if v is not None}
+    try:
+        return schema.model_validate(body)
+    except ValidationError as error:
+        raise _as_invalid_request(error) from None
+
+
+def _clean_message(message: object) -> object:
+    """Drop what a received assistant message carries empty: nulls, no tool calls, no notes."""
+    if not is_object(message):
+        return message
+    for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
+        if message.get(name):
+            raise UnsupportedParameter(
+                f"messages with '{name}' are not supported by this server", param="messages"
+            )
+    empty = ("tool_calls", "annotations")
+    return {k: v for k, v in message.items() if v is not None and k not in empty}
+
+
+def _as_invalid_request(error: ValidationError) -> InvalidRequest:
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = ""
+    for step in first["loc"]:
+        if isinstance(step, int):
+            param += f"[{step}]"
+        elif step not in ("str", "tuple[TextPart, ...]"):  # branches of a union, not keys
+            param += f".{step}" if param else step
+    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    if kind == "extra_forbidden":
+        return UnknownParameter(f"unknown parameter: '{param}'", param=param)
+    if kind == "missing":
+        return MissingParameter(f"missing required parameter: '{param}'", param=param)
+    got = "" if kind == "value_error" else f", got {_shown(first['input'])}"
+    return InvalidRequest(
+        f"invalid value for '{param}': {message[:1].lower()}{message[1:]}{got}", param=param
+    )
+
+
+def _shown(value: object) -> str:
+    """A value for an error message; long ones are cut."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _json_type(value: object) -> str:
+    kinds: dict[type, str] = {list: "an array", str: "a string", bool: "a boolean"}
+    return "null" if value is None else kinds.get(type(value), "a number")

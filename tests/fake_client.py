@@ -1,0 +1,157 @@
+"""A small real implementation of the token client: it "generates" from a script.
+
+Honours max_tokens, end-of-sequence and stop ids like the engine does, and remembers what is
+running, so that tests can see whether a request was given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, field
+
+from replicas.errors import ServingError
+from replicas.wire import (
+    FinishReason,
+    GenerateResult,
+    ModelInfo,
+    ReplicaLoad,
+    SamplingParams,
+    TokenDelta,
+)
+
+EOS = 1
+
+
+@dataclass(kw_only=True)
+class FakeStatus:
+    replicas: dict[str, ReplicaLoad] = field(default_factory=dict)
+    num_queued: int = 0
+    is_ready: bool = True
+    model_info: ModelInfo | None = None
+
+
+@dataclass(kw_only=True)
+class Call:
+    """One call of `generate`."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    request_id: str
+    timeout_s: float | None
+    cache_salt: str
+    traceparent: str | None
+
+
+class FakeClient:
+    """Generates `script(prompt, sampling)`, `tokens_per_delta` tokens at a time.
+
+    Attributes:
+        calls: every call so far.
+        running: request ids whose generators are open.
+        given_up: request ids whose generators were closed before their end.
+        gate: deltas are handed out only while it is set.
+        error_after: raise `error` after that many tokens.
+    """
+
+    def __init__(
+        self,
+        script: Callable[[Sequence[int], SamplingParams], Sequence[int]],
+        *,
+        model_info: ModelInfo,
+        tokens_per_delta: int = 1,
+        error: ServingError | Exception | None = None,
+        error_after: int = 0,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        self.script = script
+        self.state = FakeStatus(model_info=model_info)
+        self.tokens_per_delta = tokens_per_delta
+        self.error = error
+        self.error_after = error_after
+        self.num_cached_tokens = num_cached_tokens
+        self.calls: list[Call] = []
+        self.running: set[str] = set()
+        self.given_up: list[str] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def status(self) -> FakeStatus:
+        return self.state
+
+    async def close(self) -> None:
+        assert not self.running
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        traceparent: str | None = None,
+    ) -> AsyncGenerator[TokenDelta]:
+        assert request_id is not None
+        assert request_id not in self.running
+        prompt = tuple(prompt_token_ids)
+        self.calls.append(
+            Call(
+                prompt=prompt,
+                sampling=sampling,
+                request_id=request_id,
+                timeout_s=timeout_s,
+                cache_salt=cache_salt,
+                traceparent=traceparent,
+            )
+        )
+        self.running.add(request_id)
+        is_finished = False
+        try:
+            tokens, reason = self._output(prompt, sampling)
+            start = 0
+            while True:
+                await asyncio.sleep(0)
+                await self.gate.wait()
+                if self.error is not None and start >= self.error_after:
+                    is_finished = True
+                    raise self.error
+                new = tuple(tokens[start : start + self.tokens_per_delta])
+                is_finished = start + len(new) == len(tokens)
+                yield TokenDelta(
+                    request_id=request_id,
+                    start_index=start,
+                    token_ids=new,
+                    result=self._result(request_id, prompt, tokens, reason) if is_finished else None,
+                )
+                if is_finished:
+                    return
+                start += len(new)
+        finally:
+            self.running.discard(request_id)
+            if not is_finished:
+                self.given_up.append(request_id)
+
+    def _output(
+        self, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> tuple[list[int], FinishReason]:
+        tokens: list[int] = []
+        for token in self.script(prompt, sampling):
+            tokens.append(token)
+            if token in sampling.stop_token_ids or (token == EOS and not sampling.ignore_eos):
+                return tokens, FinishReason.STOP
+            if len(tokens) == sampling.max_tokens:
+                break
+        return tokens, FinishReason.LENGTH
+
+    def _result(
+        self, request_id: str, prompt: tuple[int, ...], tokens: list[int], reason: FinishReason
+    ) -> GenerateResult:
+        return GenerateResult(
+            request_id=request_id,
+            finish_reason=reason,
+            num_output_tokens=len(tokens),
+            num_prompt_tokens=len(prompt),
+            num_cached_tokens=self.num_cached_tokens,
+        )
