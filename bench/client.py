@@ -48,17 +48,22 @@ class LoadClient:
 
     Args:
         base_url: of `check_address`.
-        model: model name to ask for.
+        model: model name to ask for; None: the first that the server lists, on entering.
         api_key: bearer token, or None.
         timeout_s: limit for one request.
     """
 
     def __init__(
-        self, base_url: str, model: str, *, api_key: str | None = None, timeout_s: float = 600.0
+        self,
+        base_url: str,
+        model: str | None,
+        *,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
         self._url = f"{base_url}/v1/completions"
         self._base_url = base_url
-        self._model = model
+        self.model = model
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -69,6 +74,9 @@ class LoadClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
         )
+        if self.model is None:
+            listed = (await self.get_json("/v1/models") or {}).get("data") or ()
+            self.model = next((entry["id"] for entry in listed), None)
         return self
 
     async def __aexit__(
@@ -102,7 +110,7 @@ class LoadClient:
         """Body of one request: greedy, streamed, exactly `max_tokens` long."""
         return orjson.dumps(
             {
-                "model": self._model,
+                "model": self.model,
                 "prompt": spec.prompt_token_ids,
                 "max_tokens": spec.max_tokens,
                 "temperature": 0,

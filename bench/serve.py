@@ -1,4 +1,4 @@
-"""Load test of an OpenAI-compatible server: `python -m bench.serve URL --model NAME`.
+"""Load test of an OpenAI-compatible server: `python -m bench.serve [URL] [--model NAME]`.
 
 Modes, any of them in one run (`--mode sweep,burst,...`):
   sweep      closed loop at each --concurrency; marks the knee
@@ -220,10 +220,12 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
             "models": await client.get_json("/v1/models"),
             "compiles_after_warmup": _compiles(await client.get_text("/metrics")),
         }
+        model = client.model
     shown = {k: v for k, v in vars(arguments).items() if k not in ("api_key_file", "url", "out")}
     return {
         "kind": "bench.serve",
         "stamp": stamp,
+        "model": model,
         "arguments": shown,
         "server": server,
         "server_processes": sorted({process.group for process in bench.processes}),
@@ -328,8 +330,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("url", help="for example http://127.0.0.1:8000")
-    add("--model", required=True)
+    add("url", nargs="?", default="http://127.0.0.1:8000", help="default: %(default)s")
+    add("--model", help="default: the first that the server lists")
     add("--mode", type=_modes, default=["sweep"], help=f"comma-separated: {', '.join(MODES)}")
     add("--prompt-tokens", type=int, default=128)
     add("--max-tokens", type=int, default=128, help="output tokens of each request")

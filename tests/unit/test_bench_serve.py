@@ -80,6 +80,9 @@ class FakeServer:
 async def fake_server() -> AsyncGenerator[FakeServer]:
     server = FakeServer()
 
+    async def models(_: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": "toy"}, {"id": "other"}]})
+
     async def version(_: web.Request) -> web.Response:
         return web.json_response({"version": "0"})
 
@@ -88,6 +91,7 @@ async def fake_server() -> AsyncGenerator[FakeServer]:
 
     app = web.Application()
     app.router.add_post("/v1/completions", server.complete)
+    app.router.add_get("/v1/models", models)
     app.router.add_get("/version", version)
     app.router.add_get("/metrics", metrics)
     runner = web.AppRunner(app)
@@ -169,6 +173,15 @@ async def test_requests_are_greedy_streams_that_ignore_eos() -> None:
     assert body["ignore_eos"] is True
     assert body["stream_options"] == {"include_usage": True}
     assert server.keys == ["Bearer k"]
+
+
+async def test_without_a_name_the_first_listed_model_is_asked_for() -> None:
+    async with fake_server() as server:
+        result = await serve.run(
+            serve.parse_arguments([server.url, "--concurrency", "1", "--max-tokens", "2"])
+        )
+    assert result["model"] == "toy"
+    assert {body["model"] for body in server.bodies} == {"toy"}
 
 
 async def test_a_run_ends_at_its_limit_and_says_so() -> None:
