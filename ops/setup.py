@@ -1,6 +1,6 @@
 """Sets a checkout up: virtual environment, locked packages, default model, native kernels.
 
-    python3.12 ops/setup.py [--dev] [--no-model]
+    python3.12 ops/setup.py [--dev]
 
 Standard library only, because nothing is installed yet when it runs. Every part leaves a mark of
 what it was made from, so that a second run does nothing and takes a fraction of a second.
@@ -24,6 +24,10 @@ VENV = ROOT / ".venv"
 RUNTIME_LOCK = ROOT / "requirements.lock"
 # Holds every pin of the runtime lock too (tests/unit/test_setup.py), so it also satisfies that one.
 DEV_LOCK = ROOT / "requirements-dev.lock"
+KERNELS = ROOT / "kernels" / "cpu"
+KERNEL_SUFFIXES = (".py", ".cc", ".h")
+KERNELS_UNAVAILABLE_STATUS = 3  # of ops/build_kernels.py
+CACHE = ROOT / ".cache"
 PLATFORMS = {
     ("Linux", "x86_64"),
     ("Linux", "aarch64"),
@@ -39,15 +43,14 @@ def main() -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Set this checkout up.")
     parser.add_argument("--dev", action="store_true", help="also install what tests need")
-    parser.add_argument("--no-model", action="store_true", help="leave the default model out")
     arguments = parser.parse_args()
     try:
         check_platform(platform.system(), platform.machine(), platform.libc_ver()[0])
         check_python(sys.version_info[:2])
         install(DEV_LOCK if arguments.dev else RUNTIME_LOCK)
-        if not arguments.no_model:
-            run_module("replicas.models.default_model")
-        run_module("kernels.cpu.build")
+        if run_module("replicas.models.default_model") != 0:
+            raise SetupError("the default model could not be made (see above)")
+        build_kernels()
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -174,16 +177,31 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def run_module(name: str) -> None:
-    """Run a module of this checkout in the virtual environment.
+def build_kernels() -> None:
+    """Build the native kernels, if that was not done yet from these sources.
 
     Raises:
-        SetupError: it failed; it has said why.
+        SetupError: the build broke; that there is no compiler is not an error.
     """
+    sources = sorted(path for path in KERNELS.rglob("*") if path.suffix in KERNEL_SUFFIXES)
+    digests = [digest_of(path) for path in (*sources, RUNTIME_LOCK)]
+    key = hashlib.sha256("".join([*digests, platform.machine()]).encode()).hexdigest()
+    stamp = CACHE / "kernels.sha256"
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == key:
+        return
+    status = run_module("ops.build_kernels")
+    if status not in (0, KERNELS_UNAVAILABLE_STATUS):
+        raise SetupError("building the native kernels failed (see above)")
+    if status == 0:
+        CACHE.mkdir(exist_ok=True)
+        stamp.write_text(key, encoding="utf-8")
+
+
+def run_module(name: str) -> int:
+    """Run a module of this checkout in the virtual environment; returns its exit status."""
     environment = os.environ | {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
     command = [str(venv_python()), "-m", name]
-    if subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode != 0:
-        raise SetupError(f"{name} failed (see above)")
+    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":

