@@ -16,25 +16,43 @@ from pathlib import Path
 from typing import Any
 
 from replicas.config import EngineConfig
+from replicas.engine.buckets import make_buckets, smallest_bucket
 from replicas.engine.engine import Engine
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.scheduler import Scheduler, StepPlan
+from replicas.engine.step import PackedLayout, SlotTable, pack_step
 from replicas.wire import GenerateRequest, ModelInfo, SamplingParams, SinkAddress
 
+_FAKE_BATCHED_TOKENS = 512
+_FAKE_MIXED_TOKENS = 64
 _NO_SINK = SinkAddress(host="", port=0, sink_id="", key=b"")
 
 
 class ConstantTimeRunner:
-    """A device on which every step takes the same time; sampled tokens are arbitrary."""
+    """A device on which every step takes the same time; sampled tokens are arbitrary.
+
+    Packs each step as the real runner does, since the device waits for that too.
+    """
 
     num_compiles_after_warmup = 0
 
-    def __init__(self, step_s: float) -> None:
+    def __init__(self, step_s: float, *, num_slots: int, pages_per_seq: int) -> None:
         self._step_s = step_s
         self._free_at_s = 0.0
+        self._table = SlotTable(num_slots=num_slots, pages_per_seq=pages_per_seq)
+        self._buckets = make_buckets(
+            max_num_seqs=num_slots,
+            max_mixed_tokens=max(_FAKE_MIXED_TOKENS, num_slots),
+            max_num_batched_tokens=_FAKE_BATCHED_TOKENS,
+        )
+        self._layouts = {b: PackedLayout(b, pages_per_seq) for b in self._buckets}
 
     def launch(self, plan: StepPlan) -> tuple[float, int]:
-        """Queue a step behind the ones before it."""
+        """Pack a step and queue it behind the ones before it."""
+        bucket = smallest_bucket(
+            self._buckets, num_tokens=plan.num_tokens, num_seqs=len(plan.scheduled)
+        )
+        pack_step(plan, self._layouts[bucket], self._table)
         self._free_at_s = max(self._free_at_s, time.monotonic()) + self._step_s
         return self._free_at_s, len(plan.scheduled)
 
@@ -47,23 +65,25 @@ class ConstantTimeRunner:
 
 def fake_engine(step_s: float, *, max_num_seqs: int) -> Engine[Any]:
     """An engine on a `ConstantTimeRunner`, with pages for all its slots."""
-    num_pages, page_size = 1 + max_num_seqs * 64, 16
+    page_size, pages_per_seq = 16, 64
+    num_pages = 1 + max_num_seqs * pages_per_seq
     scheduler = Scheduler(
         PageAllocator(num_pages),
         page_size=page_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=512,
-        max_mixed_tokens=max(64, max_num_seqs),
+        max_num_batched_tokens=_FAKE_BATCHED_TOKENS,
+        max_mixed_tokens=max(_FAKE_MIXED_TOKENS, max_num_seqs),
     )
     info = ModelInfo(
         model_id="fake",
-        max_model_len=1024,
-        max_request_tokens=1024,
+        max_model_len=pages_per_seq * page_size,
+        max_request_tokens=pages_per_seq * page_size,
         vocab_size=32000,
         eos_token_ids=(),
         fingerprint="fake",
     )
-    return Engine(scheduler, ConstantTimeRunner(step_s), model_info=info)
+    runner = ConstantTimeRunner(step_s, num_slots=max_num_seqs, pages_per_seq=pages_per_seq)
+    return Engine(scheduler, runner, model_info=info)
 
 
 @dataclass
@@ -186,10 +206,17 @@ def measure(engine: Engine[Any], requests: list[GenerateRequest], concurrency: i
     )
 
 
+def show_progress(stage: str, done: int, total: int) -> None:
+    """Name each stage once it is complete."""
+    if done == total:
+        print(f"{stage}: {total}", flush=True)
+
+
 def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
     parser.add_argument("--model", default="models/smollm2-135m-instruct")
+    parser.add_argument("--platform", default="cpu", choices=["auto", "cpu", "tpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--attention", default="auto", choices=["auto", "native", "reference"])
     parser.add_argument("--concurrency", default="1,4,16,32")
@@ -218,6 +245,7 @@ def main() -> None:
         engine = build_engine(
             EngineConfig(
                 model=args.model,
+                platform=args.platform,
                 dtype=args.dtype,
                 attention=args.attention,
                 max_model_len=args.max_model_len,
@@ -225,9 +253,8 @@ def main() -> None:
                 max_mixed_tokens=max(64, args.max_num_seqs),
                 program_store=args.program_store,
             ),
-            lambda stage, done, total: print(f"\r{stage} {done}/{total}", end="", flush=True),
+            show_progress,
         )
-        print()
     vocab_size = engine.model_info.vocab_size
     measure(engine, make_requests(args, 2, vocab_size, seed=10**6), 2)
     results: list[Measurement] = []

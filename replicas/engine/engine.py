@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from replicas.engine.page_allocator import PageKey, hash_root
 from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
@@ -25,10 +25,8 @@ from replicas.wire import (
     TokenDelta,
 )
 
-StepT = TypeVar("StepT")
 
-
-class Runner(Protocol[StepT]):
+class Runner[StepT](Protocol):
     """What the engine needs of a device: `ModelRunner`, or a fake with constant step time."""
 
     @property

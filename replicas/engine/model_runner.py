@@ -37,8 +37,8 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
-        del duration_s
+    def _on_event(self, event: str, duration_secs: float, **_: str | int) -> None:
+        del duration_secs
         if event == _COMPILE_EVENT:
             self.count += 1
 

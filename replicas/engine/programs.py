@@ -7,6 +7,7 @@ digest before use; a stale or damaged file is never trusted, only replaced.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import logging
 import os
 import pickle
@@ -16,7 +17,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def environment_key() -> str:
     device = jax.devices()[0]
     parts = (
         jax.__version__,
-        jaxlib.__version__,
+        importlib.metadata.version("jaxlib"),
         device.platform,
         device.device_kind,
         str(jax.device_count()),

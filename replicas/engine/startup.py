@@ -21,7 +21,7 @@ from kernels.cpu import library
 from replicas.config import EngineConfig, ModelConfig
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
-from replicas.engine.model_runner import AttentionFn, ModelRunner, ProgressFn
+from replicas.engine.model_runner import AttentionFn, LaunchedStep, ModelRunner, ProgressFn
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.programs import ProgramStore, environment_key
 from replicas.engine.scheduler import Scheduler
@@ -93,7 +93,9 @@ def start_engine_loop(
     return loop
 
 
-def build_engine(config: EngineConfig, report_progress: ProgressFn | None = None) -> Engine[object]:
+def build_engine(
+    config: EngineConfig, report_progress: ProgressFn | None = None
+) -> Engine[LaunchedStep]:
     """Return a warmed-up engine without a thread; what benches and tests drive directly."""
     report = report_progress or _ignore_progress
     started_s = time.monotonic()
@@ -151,6 +153,9 @@ def build_engine(config: EngineConfig, report_progress: ProgressFn | None = None
 
 
 def _platform(config: EngineConfig) -> str:
+    if config.platform == "cpu":
+        # Keeps jax from probing for TPUs, which is slow and noisy where libtpu is installed.
+        jax.config.update("jax_platforms", "cpu")
     platform = jax.default_backend() if config.platform == "auto" else config.platform
     try:
         jax.devices(platform)
