@@ -46,7 +46,6 @@ _ISA_FLAGS = {
     "generic": (),
     "avx2": _AVX2_FLAGS,
     "avx512": _AVX512_FLAGS,
-    "avx512bf16": (*_AVX512_FLAGS, "-mavx512bf16"),
 }
 _X86_64 = ("x86_64", "AMD64")
 _PER_ISA = ("attention_isa.cc",)
@@ -144,7 +143,7 @@ def _isa_flags() -> dict[str, tuple[str, ...]]:
 
 def _cpu_features() -> str:
     """The features that choose between instruction sets, e.g. "x86_64 avx2 avx512f fma"."""
-    wanted = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"}
+    wanted = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
     flags: set[str] = set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

@@ -23,7 +23,6 @@ constexpr int64_t kHelperWork = 1 << 15;   // query-key pairs that repay waking 
 const AttentionKernel& select_kernel() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
-    case InstructionSet::kAvx512Bf16: return avx512bf16::kAttention;
     case InstructionSet::kAvx512: return avx512::kAttention;
     case InstructionSet::kAvx2: return avx2::kAttention;
     case InstructionSet::kGeneric: break;

@@ -51,7 +51,6 @@ namespace generic { extern const AttentionKernel kAttention; }
 #if defined(__x86_64__)
 namespace avx2 { extern const AttentionKernel kAttention; }
 namespace avx512 { extern const AttentionKernel kAttention; }
-namespace avx512bf16 { extern const AttentionKernel kAttention; }
 #endif
 
 }  // namespace systole

@@ -13,8 +13,8 @@
 // key that a row may not see leaves it exactly as it was (p = 0), and the final `+ 0.0f` removes the
 // one trace this could leave, the sign of a zero.
 //
-// With bf16 queries and pages on AVX512_BF16, products are pairs of bf16 summed in f32 by VDPBF16PS
-// and the softmax weights are rounded to bf16 (their sum is taken after rounding).
+// All products are f32 multiply-adds, for bf16 too: VDPBF16PS starts every second cycle on Intel's
+// cores (90 GFLOP/s measured against 185 for VFMADD), and the weights keep their f32 precision.
 
 #include "attention.h"
 #include "simd.h"
@@ -38,37 +38,19 @@ constexpr int kColumns = 4;
 #endif
 constexpr float kNoMax = -1e30f;  // below every score, and finite: kNoMax - kNoMax is 0
 
-// How a product is formed. A word is what one lane of one multiply step reads from each side.
-struct F32Products {
-  using Word = float;
-  static constexpr int kWidth = 1;  // elements per word
-  static SYSTOLE_INLINE F32 step(F32 acc, const Word* a, const Word* b) {
-    return fma(broadcast(*a), load(b), acc);
-  }
-};
-#if defined(__AVX512BF16__)
-struct Bf16Products {
-  using Word = uint32_t;
-  static constexpr int kWidth = 2;
-  static SYSTOLE_INLINE F32 step(F32 acc, const Word* a, const Word* b) {
-    return _mm512_dpbf16_ps(acc, (__m512bh)broadcast_u32(*a), (__m512bh)load_u32(b));
-  }
-};
-#endif
-
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Memory of one thread, grown as needed and kept for the next call.
 struct Scratch {
-  uint32_t* data = nullptr;
-  size_t size = 0;
+  float* data = nullptr;
+  int64_t size = 0;
   ~Scratch() { std::free(data); }
-  uint32_t* reserve(size_t words) {
-    if (words > size) {
+  float* reserve(int64_t count) {
+    if (count > size) {
       std::free(data);
-      data = static_cast<uint32_t*>(std::aligned_alloc(64, words * 4));
+      data = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(count) * sizeof(float)));
       if (data == nullptr) std::abort();
-      size = words;
+      size = count;
     }
     return data;
   }
@@ -79,7 +61,7 @@ template <bool kBf16>
 using Element = std::conditional_t<kBf16, uint16_t, float>;
 
 SYSTOLE_INLINE F32 load_f32(const uint16_t* p, int n) {
-  return as_f32(shift_left(load_halves(p, n), 16));
+  return as_f32(shift_left(n >= kLanes ? load_halves(p) : load_halves(p, n), 16));
 }
 SYSTOLE_INLINE F32 load_f32(const float* p, int n) { return as_f32(load_words(p, n)); }
 SYSTOLE_INLINE void store_rounded(uint16_t* p, F32 x, int n) { store_halves(p, round_to_bf16(x), n); }
@@ -145,86 +127,78 @@ void write_rows(const AttentionArgs& args, int64_t begin, int64_t end) {
   write(args, begin, end);
 }
 
-// Transposes up to 32 key rows into kt[word][32]. rows[i] == nullptr packs zeros.
-template <typename Products, typename KV>
-void pack_keys(const KV* const rows[kTile], int64_t dim, typename Products::Word* kt) {
-  constexpr int kWordElements = 4 / sizeof(KV);  // of the source: a 32-bit word is 1 f32 or 2 bf16
-  const int words = static_cast<int>(dim) / kWordElements;
+// Transposes the rows of 32 keys, widened, into kt[d][32].
+template <typename KV>
+void pack_keys(const KV* const rows[kTile], int64_t dim, float* kt) {
+  constexpr int kElements = 4 / sizeof(KV);  // of a 32-bit word: 1 f32 or 2 bf16
+  const int words = static_cast<int>(dim) / kElements;
   for (int group = 0; group < kTile; group += kLanes) {
     for (int w = 0; w < words; w += kLanes) {
+      const int n = words - w < kLanes ? words - w : kLanes;
       U32 x[kLanes];
-      SYSTOLE_UNROLL for (int i = 0; i < kLanes; ++i) {
-        const KV* row = rows[group + i];
-        x[i] = load_words(row + w * kWordElements, row == nullptr ? 0 : words - w);
+      if (n == kLanes) {
+        SYSTOLE_UNROLL for (int i = 0; i < kLanes; ++i) {
+          x[i] = load_u32(reinterpret_cast<const uint32_t*>(rows[group + i] + w * kElements));
+        }
+      } else {
+        SYSTOLE_UNROLL for (int i = 0; i < kLanes; ++i) {
+          x[i] = load_words(rows[group + i] + w * kElements, n);
+        }
       }
       transpose(x);
-      const int n = words - w < kLanes ? words - w : kLanes;
-      for (int i = 0; i < n; ++i) {
-        typename Products::Word* to = kt + (w + i) * kWordElements / Products::kWidth * kTile + group;
-        if constexpr (Products::kWidth == 2) {
-          store_u32(to, x[i]);
-        } else if constexpr (kWordElements == 2) {
-          store(to, as_f32(shift_left(x[i], 16)));
-          store(to + kTile, as_f32(and_u32(x[i], broadcast_u32(0xFFFF0000u))));
+      float* to = kt + w * kElements * kTile + group;
+      SYSTOLE_UNROLL for (int i = 0; i < kLanes; ++i) {
+        if (i == n) break;
+        if constexpr (kElements == 2) {
+          store(to + 2 * i * kTile, as_f32(shift_left(x[i], 16)));
+          store(to + (2 * i + 1) * kTile, as_f32(and_u32(x[i], broadcast_u32(0xFFFF0000u))));
         } else {
-          store(to, as_f32(x[i]));
+          store(to + i * kTile, as_f32(x[i]));
         }
       }
     }
   }
 }
 
-// v[key / width][padded dim], a word holding `width` consecutive keys. rows[i] == nullptr is zeros.
-template <typename Products, typename KV>
-void pack_values(const KV* const rows[kTile], int keys, int64_t value_offset, int64_t dim,
-                 int64_t padded_dim, typename Products::Word* out) {
-  for (int key = 0; key < keys; key += Products::kWidth) {
-    typename Products::Word* to = out + key / Products::kWidth * padded_dim;
-    const KV* row = rows[key];
-    for (int64_t d = 0; d < padded_dim; d += kLanes) {
-      const int left = static_cast<int>(dim - d);
-      if constexpr (Products::kWidth == 1) {
-        store(to + d, load_f32(row + value_offset + d, row == nullptr ? 0 : left));
-      } else {
-        const KV* next = rows[key + 1];
-        const U32 low = load_halves(row + value_offset + d, row == nullptr ? 0 : left);
-        const U32 high = load_halves(next + value_offset + d, next == nullptr ? 0 : left);
-        store_u32(to + d, or_u32(low, shift_left(high, 16)));
-      }
+// Widens the rows of the first `keys` values into v[key][padded_dim].
+template <typename KV>
+void pack_values(const KV* const rows[kTile], int keys, int64_t dim, int64_t padded_dim, float* v) {
+  for (int key = 0; key < keys; ++key) {
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      store(v + key * padded_dim + d, load_f32(rows[key] + d, static_cast<int>(dim - d)));
     }
   }
 }
 
-// s[r] += q[r] . kt over all words.
-template <typename Products, int R>
-SYSTOLE_INLINE void score(const typename Products::Word* kt, const typename Products::Word* q,
-                          int64_t words, F32 s[kRows][kVectors]) {
+// s[r] = q[r] . kt over head_dim.
+template <int R>
+SYSTOLE_INLINE void score(const float* kt, const float* q, int64_t dim, F32 s[kRows][kVectors]) {
   SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
     SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) s[r][n] = broadcast(0.0f);
   }
-  for (int64_t w = 0; w < words; ++w) {
+  for (int64_t d = 0; d < dim; ++d) {
+    F32 key[kVectors];
+    SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) key[n] = load(kt + d * kTile + n * kLanes);
     SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
-      SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) {
-        s[r][n] = Products::step(s[r][n], q + r * words + w, kt + w * kTile + n * kLanes);
-      }
+      const F32 x = broadcast(q[r * dim + d]);
+      SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) s[r][n] = fma(x, key[n], s[r][n]);
     }
   }
 }
 
-// acc[r] += p[r] . v over the first `steps` words of keys, C vectors of columns at a time.
-template <typename Products, int R, int C>
-SYSTOLE_INLINE void accumulate(const typename Products::Word* v, const typename Products::Word* p,
-                               int steps, int64_t padded_dim, float* acc) {
+// acc[r] += p[r] . v over the first `keys` keys, C vectors of columns at a time.
+template <int R, int C>
+SYSTOLE_INLINE void accumulate(const float* v, const float* p, int keys, int64_t padded_dim, float* acc) {
   F32 a[R][C];
   SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
     SYSTOLE_UNROLL for (int c = 0; c < C; ++c) a[r][c] = load(acc + r * padded_dim + c * kLanes);
   }
-  for (int j = 0; j < steps; ++j) {
-    SYSTOLE_UNROLL for (int c = 0; c < C; ++c) {
-      SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
-        a[r][c] = Products::step(a[r][c], p + r * kTile / Products::kWidth + j,
-                                 v + j * padded_dim + c * kLanes);
-      }
+  for (int key = 0; key < keys; ++key) {
+    F32 value[C];
+    SYSTOLE_UNROLL for (int c = 0; c < C; ++c) value[c] = load(v + key * padded_dim + c * kLanes);
+    SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
+      const F32 weight = broadcast(p[r * kTile + key]);
+      SYSTOLE_UNROLL for (int c = 0; c < C; ++c) a[r][c] = fma(weight, value[c], a[r][c]);
     }
   }
   SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
@@ -233,9 +207,8 @@ SYSTOLE_INLINE void accumulate(const typename Products::Word* v, const typename 
 }
 
 // One query vector's softmax over a tile: weights to p, running maximum, sum and accumulator updated.
-template <typename Products>
 SYSTOLE_INLINE void soften(F32 s[kVectors], float scale, int lo, int hi, int64_t padded_dim, float* m,
-                           float* sum, float* acc, typename Products::Word* p) {
+                           float* sum, float* acc, float* p) {
   const bool is_whole = lo <= 0 && hi >= kTile;
   F32 top = broadcast(kNoMax);
   SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) {
@@ -251,82 +224,60 @@ SYSTOLE_INLINE void soften(F32 s[kVectors], float scale, int lo, int hi, int64_t
     for (int64_t d = 0; d < padded_dim; d += kLanes) store(acc + d, load(acc + d) * alpha);
     *m = tile_max;
   }
-  F32 weights[kVectors];
   SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) {
-    F32 x = exp2_nonpositive(s[n] - broadcast(*m));
-    if (!is_whole) x = select_range(lo - n * kLanes, hi - n * kLanes, x, broadcast(0.0f));
-    weights[n] = x;
-  }
-  if constexpr (Products::kWidth == 1) {
-    SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) {
-      total = total + weights[n];
-      store(p + n * kLanes, weights[n]);
-    }
-#if defined(__AVX512BF16__)
-  } else {
-    const __m512bh pairs = _mm512_cvtne2ps_pbh(weights[1], weights[0]);
-    store_u32(p, (U32)pairs);
-    total = total + as_f32(shift_left((U32)pairs, 16));
-    total = total + as_f32(and_u32((U32)pairs, broadcast_u32(0xFFFF0000u)));
-#endif
+    F32 weight = exp2_nonpositive(s[n] - broadcast(*m));
+    if (!is_whole) weight = select_range(lo - n * kLanes, hi - n * kLanes, weight, broadcast(0.0f));
+    total = total + weight;
+    store(p + n * kLanes, weight);
   }
   store(sum, total);
 }
 
 // The query vectors of an item and their running softmax.
-template <typename Word>
 struct Block {
-  Word* q;      // [n, words]
-  float* acc;   // [n, padded_dim]
-  float* sum;   // [n, kLanes]
-  float* m;     // [n]
-  int64_t words, padded_dim;
+  float* q;    // [n, dim]
+  float* acc;  // [n, padded_dim]
+  float* sum;  // [n, kLanes]
+  float* m;    // [n]
+  int64_t dim, padded_dim;
   int64_t group;           // query vectors per row
   int64_t first_position;  // of the first row
   int64_t window;
   float scale;
 };
 
-template <typename Products, int R>
-void process(const Block<typename Products::Word>& block, int64_t i, int64_t base, int keys,
-             const typename Products::Word* kt, const typename Products::Word* v) {
-  using Word = typename Products::Word;
+template <int R>
+void process(const Block& block, int64_t i, int64_t base, int keys, const float* kt, const float* v) {
   F32 s[kRows][kVectors];
-  alignas(64) Word p[R * kTile / Products::kWidth];
-  score<Products, R>(kt, block.q + i * block.words, block.words, s);
+  alignas(64) float p[R * kTile];
+  score<R>(kt, block.q + i * block.dim, block.dim, s);
   SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
     const int64_t position = block.first_position + (i + r) / block.group;
     const int64_t begin = position - block.window + 1;
     const int lo = static_cast<int>(begin > base ? begin - base : 0);
     const int hi = static_cast<int>(position + 1 - base);
-    soften<Products>(s[r], block.scale, lo, hi, block.padded_dim, block.m + i + r,
-                     block.sum + (i + r) * kLanes, block.acc + (i + r) * block.padded_dim,
-                     p + r * kTile / Products::kWidth);
+    soften(s[r], block.scale, lo, hi, block.padded_dim, block.m + i + r, block.sum + (i + r) * kLanes,
+           block.acc + (i + r) * block.padded_dim, p + r * kTile);
   }
-  const int steps = (keys + Products::kWidth - 1) / Products::kWidth;
   float* acc = block.acc + i * block.padded_dim;
   int64_t d = 0;
   for (; d + kColumns * kLanes <= block.padded_dim; d += kColumns * kLanes) {
-    accumulate<Products, R, kColumns>(v + d, p, steps, block.padded_dim, acc + d);
+    accumulate<R, kColumns>(v + d, p, keys, block.padded_dim, acc + d);
   }
-  for (; d < block.padded_dim; d += kLanes) {
-    accumulate<Products, R, 1>(v + d, p, steps, block.padded_dim, acc + d);
-  }
+  for (; d < block.padded_dim; d += kLanes) accumulate<R, 1>(v + d, p, keys, block.padded_dim, acc + d);
 }
 
-template <typename Products>
-void process_all(const Block<typename Products::Word>& block, int64_t n, int64_t base, int keys,
-                 const typename Products::Word* kt, const typename Products::Word* v) {
+void process_all(const Block& block, int64_t n, int64_t base, int keys, const float* kt, const float* v) {
   int64_t i = 0;
-  for (; i + kRows <= n; i += kRows) process<Products, kRows>(block, i, base, keys, kt, v);
+  for (; i + kRows <= n; i += kRows) process<kRows>(block, i, base, keys, kt, v);
   switch (n - i) {
 #if defined(__AVX512F__)
-    case 5: return process<Products, 5>(block, i, base, keys, kt, v);
-    case 4: return process<Products, 4>(block, i, base, keys, kt, v);
-    case 3: return process<Products, 3>(block, i, base, keys, kt, v);
-    case 2: return process<Products, 2>(block, i, base, keys, kt, v);
+    case 5: return process<5>(block, i, base, keys, kt, v);
+    case 4: return process<4>(block, i, base, keys, kt, v);
+    case 3: return process<3>(block, i, base, keys, kt, v);
+    case 2: return process<2>(block, i, base, keys, kt, v);
 #endif
-    case 1: return process<Products, 1>(block, i, base, keys, kt, v);
+    case 1: return process<1>(block, i, base, keys, kt, v);
     default: return;
   }
 }
@@ -347,49 +298,40 @@ SYSTOLE_INLINE void prefetch_tile(const PageView<KV>& view, int64_t begin, int64
   }
 }
 
-template <typename Products, bool kQBf16, bool kKvBf16>
+template <bool kQBf16, bool kKvBf16>
 void attend_typed(const AttentionArgs& args, const AttentionItem& item) {
-  using Word = typename Products::Word;
   using Q = Element<kQBf16>;
   using KV = Element<kKvBf16>;
   const int64_t dim = args.head_dim;
   const int64_t group = args.heads / args.kv_heads;
   const int64_t n = (item.end - item.begin) * group;
-  Block<Word> block;
-  block.words = dim / Products::kWidth;
+  const int64_t q_end = args.cu_q_lens[item.seq + 1];
+  const int64_t limit = args.kv_lens[item.seq] - (q_end - item.end);  // keys that the last row sees
+  Block block;
+  block.dim = dim;
   block.padded_dim = round_up(dim, kLanes);
   block.group = group;
+  block.first_position = args.kv_lens[item.seq] - (q_end - item.begin);
   block.window = args.window;
   block.scale = args.scale;
-  const int64_t q_end = args.cu_q_lens[item.seq + 1];
-  block.first_position = args.kv_lens[item.seq] - (q_end - item.begin);
-  const int64_t limit = args.kv_lens[item.seq] - (q_end - item.end);  // keys of the last row
 
-  // Regions of the thread's scratch, in words, each a multiple of a cache line.
-  const auto line = [](int64_t count) { return round_up(count, 16); };
-  const int64_t kt_size = line(block.words * kTile);
-  const int64_t v_size = line(kTile * block.padded_dim);
-  const int64_t q_size = line(n * block.words);
-  const int64_t acc_size = line(n * block.padded_dim);
-  const int64_t sum_size = line(n * kLanes);
-  const int64_t total = kt_size + v_size + q_size + acc_size + sum_size + line(n);
-  uint32_t* memory = scratch.reserve(static_cast<size_t>(total));
-  Word* kt = reinterpret_cast<Word*>(memory);
-  Word* v = kt + kt_size;
+  // Regions of the thread's scratch, each a whole number of cache lines.
+  const int64_t kt_size = dim * kTile;
+  const int64_t v_size = kTile * block.padded_dim;
+  const int64_t q_size = round_up(n * dim, 16);
+  const int64_t acc_size = round_up(n * block.padded_dim, 16);
+  const int64_t sum_size = round_up(n * kLanes, 16);
+  float* kt = scratch.reserve(kt_size + v_size + q_size + acc_size + sum_size + round_up(n, 16));
+  float* v = kt + kt_size;
   block.q = v + v_size;
-  block.acc = reinterpret_cast<float*>(block.q + q_size);
+  block.acc = block.q + q_size;
   block.sum = block.acc + acc_size;
   block.m = block.sum + sum_size;
 
-  const Q* queries = static_cast<const Q*>(args.q) + (item.begin * args.kv_heads + item.head) * group * dim;
-  const int64_t row_stride = args.heads * dim;
+  const int64_t offset = (item.begin * args.kv_heads + item.head) * group * dim;
+  const auto row_offset = [&](int64_t i) { return offset + (i / group * args.heads + i % group) * dim; };
   for (int64_t i = 0; i < n; ++i) {
-    const Q* from = queries + i / group * row_stride + i % group * dim;
-    if constexpr (Products::kWidth == 2) {
-      std::memcpy(block.q + i * block.words, from, static_cast<size_t>(dim) * sizeof(Q));
-    } else {
-      convert_row(from, block.q + i * block.words, dim);
-    }
+    convert_row(static_cast<const Q*>(args.q) + row_offset(i), block.q + i * dim, dim);
     for (int64_t d = 0; d < block.padded_dim; d += kLanes) {
       store(block.acc + i * block.padded_dim + d, broadcast(0.0f));
     }
@@ -398,25 +340,28 @@ void attend_typed(const AttentionArgs& args, const AttentionItem& item) {
   }
 
   const PageView<KV> view(args, item.seq, item.head);
-  const int64_t first = block.first_position - args.window + 1;  // oldest key that any row sees
-  const int64_t begin = first > 0 ? first : 0;
+  const int64_t oldest = block.first_position - args.window + 1;
+  const int64_t begin = oldest > 0 ? oldest : 0;  // of the keys that any row sees
   for (int64_t base = begin / kTile * kTile; base < limit; base += kTile) {
-    const int64_t next = base + kTile;
-    if (next < limit) prefetch_tile(view, next, next + kTile < limit ? next + kTile : limit);
-    const KV* rows[kTile];
+    const int64_t end = base + kTile < limit ? base + kTile : limit;
+    prefetch_tile(view, end, end + kTile < limit ? end + kTile : limit);
+    // A key outside [begin, limit) is masked for every row: its place is taken by one inside, since
+    // what lies there (another page's NaN, say) must not meet the zero weight.
+    const KV* key_rows[kTile];
+    const KV* value_rows[kTile];
     for (int i = 0; i < kTile; ++i) {
-      const int64_t position = base + i;
-      rows[i] = position >= begin && position < limit ? view.key(position) : nullptr;
+      const int64_t position = base + i < begin ? begin : base + i < limit ? base + i : limit - 1;
+      key_rows[i] = view.key(position);
+      value_rows[i] = key_rows[i] + view.value_offset();
     }
-    const int keys = static_cast<int>(limit - base < kTile ? limit - base : kTile);
-    pack_keys<Products>(rows, dim, kt);
-    pack_values<Products>(rows, keys, view.value_offset(), dim, block.padded_dim, v);
-    process_all<Products>(block, n, base, keys, kt, v);
+    const int keys = static_cast<int>(end - base);
+    pack_keys(key_rows, dim, kt);
+    pack_values(value_rows, keys, dim, block.padded_dim, v);
+    process_all(block, n, base, keys, kt, v);
   }
 
-  Q* outs = static_cast<Q*>(args.out) + (item.begin * args.kv_heads + item.head) * group * dim;
   for (int64_t i = 0; i < n; ++i) {
-    Q* to = outs + i / group * row_stride + i % group * dim;
+    Q* to = static_cast<Q*>(args.out) + row_offset(i);
     const F32 inverse = broadcast(1.0f / reduce_add(load(block.sum + i * kLanes)));
     for (int64_t d = 0; d < dim; d += kLanes) {
       const F32 x = load(block.acc + i * block.padded_dim + d) * inverse + broadcast(0.0f);
@@ -426,19 +371,9 @@ void attend_typed(const AttentionArgs& args, const AttentionItem& item) {
 }
 
 void attend(const AttentionArgs& args, const AttentionItem& item) {
-  if (args.is_q_bf16 && args.is_kv_bf16) {
-#if defined(__AVX512BF16__)
-    attend_typed<Bf16Products, true, true>(args, item);
-#else
-    attend_typed<F32Products, true, true>(args, item);
-#endif
-  } else if (args.is_q_bf16) {
-    attend_typed<F32Products, true, false>(args, item);
-  } else if (args.is_kv_bf16) {
-    attend_typed<F32Products, false, true>(args, item);
-  } else {
-    attend_typed<F32Products, false, false>(args, item);
-  }
+  const auto run = args.is_q_bf16 ? (args.is_kv_bf16 ? attend_typed<true, true> : attend_typed<true, false>)
+                                  : (args.is_kv_bf16 ? attend_typed<false, true> : attend_typed<false, false>);
+  run(args, item);
 }
 
 }  // namespace

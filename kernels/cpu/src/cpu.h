@@ -4,7 +4,7 @@
 
 namespace systole {
 
-enum class InstructionSet { kGeneric, kAvx2, kAvx512, kAvx512Bf16 };
+enum class InstructionSet { kGeneric, kAvx2, kAvx512 };
 
 inline InstructionSet instruction_set() {
 #if defined(__x86_64__)
@@ -13,7 +13,6 @@ inline InstructionSet instruction_set() {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && __builtin_cpu_supports("avx512bf16")) return InstructionSet::kAvx512Bf16;
   if (has_avx512) return InstructionSet::kAvx512;
   if (has_avx2) return InstructionSet::kAvx2;
 #endif

@@ -55,6 +55,9 @@ SYSTOLE_INLINE __mmask16 first_lanes(int n) {
 SYSTOLE_INLINE U32 load_words(const void* p, int n) {
   return _mm512_maskz_loadu_epi32(first_lanes(n), p);
 }
+SYSTOLE_INLINE U32 load_halves(const uint16_t* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 // n bf16 at p, one per 32-bit lane (low half), zeros after them.
 SYSTOLE_INLINE U32 load_halves(const uint16_t* p, int n) {
   return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), p));
@@ -144,16 +147,13 @@ SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
 SYSTOLE_INLINE U32 load_words(const void* p, int n) {
   return _mm256_maskload_epi32(static_cast<const int*>(p), lanes_between(0, n));
 }
+SYSTOLE_INLINE U32 load_halves(const uint16_t* p) {
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 SYSTOLE_INLINE U32 load_halves(const uint16_t* p, int n) {
-  __m128i h;
-  if (n >= 8) {
-    h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  } else {
-    alignas(16) uint16_t part[8] = {};
-    std::memcpy(part, p, static_cast<size_t>(n > 0 ? n : 0) * 2);
-    h = _mm_load_si128(reinterpret_cast<const __m128i*>(part));
-  }
-  return _mm256_cvtepu16_epi32(h);
+  uint16_t part[8] = {};
+  std::memcpy(part, p, static_cast<size_t>(n < 8 ? n : 8) * 2);
+  return load_halves(part);
 }
 SYSTOLE_INLINE void store_f32(float* p, F32 x, int n) {
   _mm256_maskstore_ps(p, lanes_between(0, n), x);
@@ -225,21 +225,22 @@ SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
 }
 SYSTOLE_INLINE U32 load_words(const void* p, int n) {
   U32 x = {};
-  if (n > 0) std::memcpy(&x, p, static_cast<size_t>(n < 4 ? n : 4) * 4);
+  std::memcpy(&x, p, static_cast<size_t>(n < 4 ? n : 4) * 4);
   return x;
 }
+SYSTOLE_INLINE U32 load_halves(const uint16_t* p) { return U32{p[0], p[1], p[2], p[3]}; }
 SYSTOLE_INLINE U32 load_halves(const uint16_t* p, int n) {
   uint16_t part[4] = {};
-  if (n > 0) std::memcpy(part, p, static_cast<size_t>(n < 4 ? n : 4) * 2);
-  return U32{part[0], part[1], part[2], part[3]};
+  std::memcpy(part, p, static_cast<size_t>(n < 4 ? n : 4) * 2);
+  return load_halves(part);
 }
 SYSTOLE_INLINE void store_f32(float* p, F32 x, int n) {
-  if (n > 0) std::memcpy(p, &x, static_cast<size_t>(n < 4 ? n : 4) * 4);
+  std::memcpy(p, &x, static_cast<size_t>(n < 4 ? n : 4) * 4);
 }
 SYSTOLE_INLINE void store_halves(uint16_t* p, U32 x, int n) {
   const uint16_t part[4] = {static_cast<uint16_t>(x[0]), static_cast<uint16_t>(x[1]),
                             static_cast<uint16_t>(x[2]), static_cast<uint16_t>(x[3])};
-  if (n > 0) std::memcpy(p, part, static_cast<size_t>(n < 4 ? n : 4) * 2);
+  std::memcpy(p, part, static_cast<size_t>(n < 4 ? n : 4) * 2);
 }
 SYSTOLE_INLINE void transpose(U32 x[kLanes]) {
   const U32 a = x[0], b = x[1], c = x[2], d = x[3];
