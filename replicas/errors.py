@@ -11,7 +11,7 @@ ServingError                    500
 |- DeadlineExceeded             504  the time budget was spent, queued or running
 |- EngineError                  500  our fault
    |- EngineNotReady            503  still warming up, or draining
-   |- EngineDead                500  the device thread died; Serve replaces the replica
+   |- EngineDead                500  the replica died; Serve replaces it, the client migrates
 
 Across a Ray hop a ServingError is the *return value* of the call and is raised by the caller: an
 expected refusal then leaves no stack trace in a replica's log. A client that leaves is an
@@ -113,9 +113,24 @@ class DeadlineExceeded(ServingError):
 
 
 class EngineError(ServingError):
-    """The engine failed; not the caller's fault."""
+    """The engine failed; not the caller's fault.
+
+    Attributes:
+        replica_id: the replica that failed, or None.
+    """
 
     code = "engine_error"
+
+    def __init__(
+        self,
+        message: str = "the engine failed",
+        *,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        replica_id: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param, retry_after_s=retry_after_s)
+        self.replica_id = replica_id
 
 
 class EngineNotReady(EngineError):
@@ -126,6 +141,6 @@ class EngineNotReady(EngineError):
 
 
 class EngineDead(EngineError):
-    """The device thread died; the replica will be replaced."""
+    """The device thread or the whole replica died; Serve replaces it, the client migrates."""
 
     code = "engine_dead"

@@ -199,3 +199,69 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReport:
+    """A replica's complete state, as it tells a router: the first frame of an event link.
+
+    Attributes:
+        replica_id: who reports.
+        sequence: number of the latest load event; the next one carries one more.
+        load: what the replica is doing.
+        model_info: what it serves.
+    """
+
+    replica_id: str
+    sequence: int
+    load: ReplicaLoad
+    model_info: ModelInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartupProgress:
+    """How far a starting replica is.
+
+    Attributes:
+        replica_id: which one.
+        stage: what it is doing, e.g. "load weights".
+        done: units finished.
+        total: units in all; 0 when unknown.
+    """
+
+    replica_id: str
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceStatus:
+    """What a router knows.
+
+    Attributes:
+        ready: at least one replica takes requests.
+        replicas: load of each routable replica, by id.
+        num_queued: requests that wait in the router.
+        num_queued_tokens: prompt tokens of those.
+        num_inflight: requests that the router sent and that have not ended.
+        model_info: what the replicas serve, or None before the first report.
+        startup: replicas that are starting.
+    """
+
+    ready: bool
+    replicas: dict[str, ReplicaLoad]
+    num_queued: int
+    num_queued_tokens: int
+    num_inflight: int
+    model_info: ModelInfo | None
+    startup: tuple[StartupProgress, ...] = ()
+
+
+STARTUP_NAMESPACE = b"systole"
+"""Namespace in Ray's key-value store under which starting replicas report."""
+
+
+def startup_key(app_name: str) -> bytes:
+    """Return the prefix of the keys of an application's starting replicas."""
+    return f"startup/{app_name}/".encode()

@@ -1,0 +1,311 @@
+"""One engine replica as a Serve deployment: the engine loop, its token stream and its load events.
+
+The event loop only hands requests in and events out; the engine runs on its own device thread, and
+starts on a worker thread. Errors are returned, never raised across the call. Invariant: a call to
+`generate` ends when its request has ended in the engine, and a cancelled call aborts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from ray import serve
+from ray.experimental.internal_kv import (
+    _internal_kv_del,  # pyright: ignore[reportPrivateUsage]
+    _internal_kv_put,  # pyright: ignore[reportPrivateUsage]
+)
+from ray.serve import metrics
+
+from replicas.config import EngineConfig
+from replicas.errors import DeadlineExceeded, EngineDead, EngineNotReady, ServingError
+from replicas.load_events import LoadEvents
+from replicas.token_stream import TokenStream
+from replicas.wire import (
+    STARTUP_NAMESPACE,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    ReplicaLoad,
+    SinkAddress,
+    StepEvents,
+    startup_key,
+)
+
+logger = logging.getLogger(__name__)
+
+HEALTH_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 0.2
+
+
+class RunningEngine(Protocol):
+    """What the deployment needs of an engine loop (`replicas.engine.engine_loop.EngineLoop`)."""
+
+    @property
+    def model_info(self) -> ModelInfo:
+        """What it serves."""
+        ...
+
+    def submit(self, request: GenerateRequest) -> None:
+        """Take a request; thread-safe; raises a RequestError for what can never run."""
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """End a request soon; thread-safe, idempotent."""
+        ...
+
+    def load(self) -> ReplicaLoad:
+        """Return the load now."""
+        ...
+
+    def check_health(self) -> None:
+        """Raise EngineDead when the device thread is dead or stuck."""
+        ...
+
+    def stop(self) -> None:
+        """End the device thread."""
+        ...
+
+
+class StartEngine(Protocol):
+    """Loads, compiles, warms up; blocks for minutes; returns the running engine."""
+
+    def __call__(
+        self,
+        config: EngineConfig,
+        on_step: Callable[[StepEvents], None],
+        report_progress: Callable[[str, int, int], None],
+        /,
+    ) -> RunningEngine:
+        """Start. `on_step` is called on the device thread, `report_progress` on this one."""
+        ...
+
+
+class EngineDeployment:
+    """One replica. Bind undecorated; the deployment's options come from the configuration."""
+
+    def __init__(self, config: EngineConfig, start_engine: StartEngine | None = None) -> None:
+        """Begin to start the engine; `check_health` waits for it, so Serve routes nothing before.
+
+        Args:
+            config: what to run.
+            start_engine: how to start it; None: the JAX engine.
+        """
+        context = serve.get_replica_context()
+        self._replica_id = context.replica_id.unique_id
+        self._app_name = context.app_name
+        self._config = config
+        self._start_engine = start_engine
+        self._loop = asyncio.get_running_loop()
+        self._engine: RunningEngine | None = None
+        self._stream = TokenStream(self._replica_id, self._abort)
+        self._events: LoadEvents | None = None
+        self._metrics = EngineMetrics()
+        self._watch: asyncio.Task[None] | None = None
+        self._started = self._loop.create_task(self._start())
+
+    async def generate(
+        self, route: dict[str, object], request: GenerateRequest
+    ) -> GenerateResult | ServingError:
+        """Run one request to its end; its tokens go to its sink.
+
+        Args:
+            route: where the router sent it; for Serve's request router, see app/router/pinned.py.
+            request: what to generate.
+
+        Returns:
+            How it ended, or why it could not run.
+        """
+        engine = self._engine
+        if engine is None:
+            return EngineNotReady("the replica is starting", retry_after_s=1.0)
+        started_at = time.monotonic()
+        try:
+            outcome = self._stream.open(request)
+        except ServingError as error:
+            return error
+        is_over = False
+        ending = "cancelled"
+        try:
+            engine.submit(request)
+            async with asyncio.timeout(request.timeout_s):
+                answer = await outcome
+            is_over = True
+            ending = "error" if isinstance(answer, ServingError) else answer.finish_reason.value
+            return answer
+        except TimeoutError:
+            ending = "deadline"
+            return DeadlineExceeded(
+                f"the request did not finish within its time budget of {request.timeout_s} s"
+            )
+        except ServingError as error:
+            ending = "refused"
+            return error
+        finally:
+            if not is_over:
+                engine.abort(request.request_id)
+                self._stream.close(request.request_id)
+            self._metrics.observe_request(ending, time.monotonic() - started_at)
+
+    async def subscribe(self, address: SinkAddress) -> str:
+        """Push load to a router's event sink until it stops renewing; return the replica's id."""
+        if self._events is not None:
+            self._events.subscribe(address)
+        return self._replica_id
+
+    async def check_health(self) -> None:
+        """Wait until the engine has started, then raise EngineDead unless its heartbeat is fresh.
+
+        Serve awaits the first call before it routes to the replica, without a time limit.
+        """
+        await asyncio.shield(self._started)
+        assert self._engine is not None
+        self._engine.check_health()
+
+    def __del__(self) -> None:
+        """Stop the engine; Serve calls this once every ongoing request has ended."""
+        engine, self._engine = self._engine, None
+        if engine is None:
+            return
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._events is not None:
+            self._events.shutdown()
+        self._stream.shutdown()
+        engine.stop()
+
+    async def _start(self) -> None:
+        start_engine = self._start_engine
+        if start_engine is None:
+            # Here, not above: jax must see the devices that Ray assigned to this actor.
+            from replicas.engine.engine_loop import start_engine_loop
+
+            start_engine = start_engine_loop
+        progress = ProgressReport(self._app_name, self._replica_id)
+        engine = await asyncio.to_thread(
+            start_engine, self._config, self._on_step_of_thread, progress.report
+        )
+        await asyncio.to_thread(progress.clear)
+        self._events = LoadEvents(self._replica_id, engine.model_info, engine.load)
+        self._engine = engine
+        self._watch = self._loop.create_task(self._watch_engine(engine))
+
+    def _on_step_of_thread(self, events: StepEvents) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop closes before the device thread ends
+            self._loop.call_soon_threadsafe(self._on_step, events)
+
+    def _on_step(self, events: StepEvents) -> None:
+        self._stream.publish(events.deltas)
+        if self._events is not None:
+            self._events.on_step(events.load)
+
+    def _abort(self, request_id: str) -> None:
+        if self._engine is not None:
+            self._engine.abort(request_id)
+
+    async def _watch_engine(self, engine: RunningEngine) -> None:
+        """Keep the metrics fresh; when the engine dies, tell the callers before Serve finds out."""
+        while True:
+            self._metrics.observe_load(engine.load())
+            try:
+                engine.check_health()
+            except EngineDead as error:
+                logger.exception("the engine of replica %s is dead", self._replica_id)
+                assert self._events is not None
+                self._events.shutdown()
+                self._stream.fail(EngineDead(error.message, replica_id=self._replica_id))
+                return
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+
+
+class ProgressReport:
+    """Start-up progress in the cluster's key-value store, where the router finds it.
+
+    A starting replica takes no calls, so it cannot be asked.
+    """
+
+    def __init__(self, app_name: str, replica_id: str) -> None:
+        self._replica_id = replica_id
+        self._key = startup_key(app_name) + replica_id.encode()
+        self._stage = ""
+        self._reported_at = 0.0
+
+    def report(self, stage: str, done: int, total: int) -> None:
+        """Publish; called on the starting thread; at most every 0.2 s within a stage."""
+        now = time.monotonic()
+        if stage == self._stage and done < total and now - self._reported_at < PROGRESS_INTERVAL_S:
+            return
+        self._stage, self._reported_at = stage, now
+        logger.info("starting: %s %d/%d", stage, done, total)
+        value = {
+            "replica_id": self._replica_id,
+            "stage": stage,
+            "done": done,
+            "total": total,
+            "reported_at": time.time(),
+        }
+        _internal_kv_put(
+            self._key, json.dumps(value).encode(), overwrite=True, namespace=STARTUP_NAMESPACE
+        )
+
+    def clear(self) -> None:
+        """Withdraw the report: the replica has started."""
+        _internal_kv_del(self._key, namespace=STARTUP_NAMESPACE)
+
+
+class EngineMetrics:
+    """Prometheus series of one replica (Serve adds deployment, replica and application)."""
+
+    def __init__(self) -> None:
+        self._load = ReplicaLoad()
+        self._requests = metrics.Counter(
+            "systole_engine_requests",
+            description="Requests that ended, by how.",
+            tag_keys=("ending",),
+        )
+        self._request_s = metrics.Histogram(
+            "systole_engine_request_seconds",
+            description="Time from a request's arrival at the replica to its end.",
+            boundaries=[0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600],
+        )
+        self._gauges = {
+            name: metrics.Gauge(f"systole_engine_{name}", description=f"ReplicaLoad.{name}.")
+            for name in (
+                "num_running",
+                "num_waiting",
+                "num_free_pages",
+                "num_pending_prefill_tokens",
+                "num_compiles_after_warmup",
+                "step_s",
+            )
+        }
+        self._counters = {
+            name: metrics.Counter(f"systole_engine_{name}", description=f"ReplicaLoad.{name}.")
+            for name in (
+                "num_steps",
+                "num_preemptions",
+                "num_prompt_tokens",
+                "num_cached_tokens",
+                "num_output_tokens",
+            )
+        }
+
+    def observe_request(self, ending: str, duration_s: float) -> None:
+        """Count a request that ended."""
+        self._requests.inc(tags={"ending": ending})
+        self._request_s.observe(duration_s)
+
+    def observe_load(self, load: ReplicaLoad) -> None:
+        """Export a load; called about once a second."""
+        for name, gauge in self._gauges.items():
+            gauge.set(getattr(load, name))
+        for name, counter in self._counters.items():
+            grown = getattr(load, name) - getattr(self._load, name)
+            if grown > 0:
+                counter.inc(grown)
+        self._load = load

@@ -1,0 +1,163 @@
+"""What a replica tells the routers: its load, whenever it changes, over links they asked for.
+
+A subscription is a lease: a router renews it every second through Serve, which reaches only the
+replicas that Serve routes to. A replica that Serve is draining therefore lets its leases lapse and
+closes the links, and the routers stop sending to it. Each connection begins with a report; its
+events carry consecutive sequence numbers after the report's. A router that finds a gap drops the
+connection, and the link that is re-established begins with a report again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from replicas.frames import FrameError, FrameKind, pack_frame, pack_load, pack_report
+from replicas.sink_link import SinkLink
+from replicas.wire import ModelInfo, ReplicaLoad, ReplicaReport, SinkAddress
+
+LEASE_S = 3.0
+MIN_INTERVAL_S = 0.02
+MAX_INTERVAL_S = 1.0
+MAX_BUFFERED_BYTES = 1 << 16
+
+
+class _Subscriber:
+    __slots__ = ("expires_at", "link")
+
+    def __init__(self) -> None:
+        self.expires_at = 0.0
+        self.link: SinkLink
+
+
+class LoadEvents:
+    """Pushes one replica's load to its subscribers: at most every 20 ms, at least every second."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        model_info: ModelInfo,
+        read_load: Callable[[], ReplicaLoad],
+        *,
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """Nothing starts until the first subscription.
+
+        Args:
+            replica_id: who reports.
+            model_info: what it serves.
+            read_load: returns the load now; cheap and thread-safe.
+            lease_s: seconds that a subscription lasts without renewal.
+        """
+        self._replica_id = replica_id
+        self._model_info = model_info
+        self._read_load = read_load
+        self._lease_s = lease_s
+        self._sequence = 0
+        self._sent_load = ReplicaLoad()
+        self._sent_at = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._subscribers: dict[str, _Subscriber] = {}
+
+    @property
+    def num_subscribers(self) -> int:
+        """Routers that listen."""
+        return len(self._subscribers)
+
+    def subscribe(self, address: SinkAddress) -> None:
+        """Begin or renew a router's lease; idempotent. The report comes over the link."""
+        loop = asyncio.get_running_loop()
+        subscriber = self._subscribers.get(address.sink_id)
+        if subscriber is None:
+            subscriber = self._add_subscriber(address)
+        subscriber.expires_at = loop.time() + self._lease_s
+        if self._timer is None:
+            self._sent_load, self._sent_at = self._read_load(), loop.time()
+            self._arm(MAX_INTERVAL_S)
+
+    def on_step(self, load: ReplicaLoad) -> None:
+        """Note that the load may have changed; send it now, or as soon as the last is 20 ms old."""
+        if self._timer is None or not _is_news(self._sent_load, load):
+            return
+        loop = asyncio.get_running_loop()
+        due_at = self._sent_at + MIN_INTERVAL_S
+        if loop.time() >= due_at:
+            self._flush()
+        elif self._timer.when() > due_at:
+            self._arm(due_at - loop.time())
+
+    def shutdown(self) -> None:
+        """Close every link: the routers stop sending."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for subscriber in self._subscribers.values():
+            subscriber.link.close()
+        self._subscribers.clear()
+
+    def _arm(self, delay_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._flush)
+
+    def _flush(self) -> None:
+        """Send one event to every subscriber whose lease holds."""
+        now = asyncio.get_running_loop().time()
+        self._sent_load, self._sent_at = self._read_load(), now
+        self._sequence += 1
+        frame = pack_frame(FrameKind.EVENT, self._sequence, pack_load(self._sent_load))
+        for sink_id, subscriber in tuple(self._subscribers.items()):
+            if now > subscriber.expires_at:
+                del self._subscribers[sink_id]
+                subscriber.link.close()
+            elif subscriber.link.is_ready and not subscriber.link.write(frame):
+                subscriber.link.reset()  # too far behind: it will find the gap and ask again
+        if self._subscribers:
+            self._arm(MAX_INTERVAL_S)
+        else:
+            assert self._timer is not None
+            self._timer.cancel()
+            self._timer = None
+
+    def _add_subscriber(self, address: SinkAddress) -> _Subscriber:
+        subscriber = _Subscriber()
+
+        def refuse(frame: list[Any]) -> None:
+            raise FrameError(f"a router's event sink sends no frame of kind {frame[0]}")
+
+        subscriber.link = SinkLink(
+            address,
+            self._replica_id,
+            on_welcome=lambda _: self._report(subscriber.link),
+            on_frame=refuse,
+            on_closed=lambda _: self._drop(address.sink_id, subscriber),
+            is_wanted=lambda: True,
+            max_buffered_bytes=MAX_BUFFERED_BYTES,
+            retry_for_s=self._lease_s,
+        )
+        self._subscribers[address.sink_id] = subscriber
+        return subscriber
+
+    def _report(self, link: SinkLink) -> None:
+        report = ReplicaReport(
+            replica_id=self._replica_id,
+            sequence=self._sequence,
+            load=self._read_load(),
+            model_info=self._model_info,
+        )
+        link.write(pack_report(report))
+
+    def _drop(self, sink_id: str, subscriber: _Subscriber) -> None:
+        if self._subscribers.get(sink_id) is subscriber:
+            del self._subscribers[sink_id]
+
+
+def _is_news(sent: ReplicaLoad, load: ReplicaLoad) -> bool:
+    """Whether a router would decide otherwise."""
+    return (
+        sent.num_running != load.num_running
+        or sent.num_waiting != load.num_waiting
+        or sent.num_free_pages != load.num_free_pages
+        or sent.num_pending_prefill_tokens != load.num_pending_prefill_tokens
+    )

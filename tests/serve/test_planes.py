@@ -1,0 +1,243 @@
+"""Client, router and engine replicas over real Ray, with a fake engine: who gets which tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from app.client import LLMClient
+from app.router.core import RouterConfig
+from app.router.deployment import RouterDeployment
+from app.router.pinned import PinnedRequestRouter
+from replicas.config import EngineConfig
+from replicas.deployment import EngineDeployment
+from replicas.errors import ContextLengthExceeded, DeadlineExceeded, Overloaded, ServingError
+from replicas.wire import FinishReason, SamplingParams, ServiceStatus
+from tests.fakes import KILL_TOKEN, FakeEngineOptions, StartFakeEngine, fake_output
+
+pytestmark = pytest.mark.ray
+
+
+def deploy(
+    name: str,
+    options: FakeEngineOptions,
+    *,
+    num_replicas: int = 1,
+    router: RouterConfig | None = None,
+) -> DeploymentHandle[Any]:
+    engine = serve.deployment(
+        EngineDeployment,
+        name="Engine",
+        num_replicas=num_replicas,
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0},
+        request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
+        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_wait_loop_s=0.1,
+    ).bind(EngineConfig(model="fake"), StartFakeEngine(options))
+    router_app = serve.deployment(
+        RouterDeployment,
+        name="Router",
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.1,
+    ).bind(engine, router or RouterConfig())
+    return serve.run(router_app, name=name, route_prefix=None)
+
+
+async def until(
+    client: LLMClient, condition: Callable[[ServiceStatus], bool], *, timeout_s: float = 30
+) -> ServiceStatus:
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        status = await client.status()
+        if condition(status):
+            return status
+        assert time.monotonic() < give_up_at, status
+        await asyncio.sleep(0.05)
+
+
+def is_idle(status: ServiceStatus) -> bool:
+    """Bookings, queue, slots and pages are all back where they started."""
+    return (
+        status.ready
+        and not status.num_queued
+        and not status.num_inflight
+        and all(
+            load.num_running == load.num_waiting == 0 and load.num_free_pages == load.num_pages
+            for load in status.replicas.values()
+        )
+    )
+
+
+@asynccontextmanager
+async def connected(
+    handle: DeploymentHandle[Any], *, num_replicas: int = 1
+) -> AsyncIterator[LLMClient]:
+    client = LLMClient(handle, host="127.0.0.1")
+    await until(client, lambda status: len(status.replicas) == num_replicas)
+    yield client
+    await until(client, is_idle)
+    assert client.num_open == 0
+    await client.close()
+
+
+@pytest.fixture(scope="module")
+def two_replicas(serve_port: int) -> DeploymentHandle[Any]:
+    return deploy("two", FakeEngineOptions(), num_replicas=2)
+
+
+async def test_sixteen_parallel_choices_complete(two_replicas: DeploymentHandle[Any]) -> None:
+    async with connected(two_replicas, num_replicas=2) as client:
+        completions = await asyncio.wait_for(
+            asyncio.gather(
+                *(
+                    client.complete((1, 2, 3), SamplingParams(max_tokens=20, seed=seed))
+                    for seed in range(16)
+                )
+            ),
+            timeout=30,
+        )
+    for seed, completion in enumerate(completions):
+        assert completion.token_ids == fake_output((1, 2, 3), 20, seed=seed)
+        assert completion.result.finish_reason is FinishReason.LENGTH
+    assert len({completion.result.replica_id for completion in completions}) == 2
+
+
+class FanOut:
+    """A user's own deployment: many choices within one Serve request."""
+
+    def __init__(self, router: DeploymentHandle[Any]) -> None:
+        self._client = LLMClient(router, host="127.0.0.1")
+
+    async def __call__(self, num_choices: int) -> list[tuple[int, ...]]:
+        completions = await asyncio.gather(
+            *(
+                self._client.complete((7, 8), SamplingParams(max_tokens=5, seed=seed))
+                for seed in range(num_choices)
+            )
+        )
+        return [completion.token_ids for completion in completions]
+
+
+async def test_choices_of_one_serve_request_do_not_hang(
+    two_replicas: DeploymentHandle[Any],
+) -> None:
+    deployment = serve.deployment(FanOut, ray_actor_options={"num_cpus": 0})
+    fan_out = serve.run(deployment.bind(two_replicas), name="fan-out", route_prefix=None)
+    try:
+        for _ in range(5):
+            answer = await asyncio.wait_for(fan_out.remote(16), timeout=30)
+            assert answer == [fake_output((7, 8), 5, seed=seed) for seed in range(16)]
+    finally:
+        serve.delete("fan-out")
+
+
+async def test_a_stream_arrives_in_order_and_ends_with_its_result(
+    two_replicas: DeploymentHandle[Any],
+) -> None:
+    async with connected(two_replicas, num_replicas=2) as client:
+        deltas = [
+            delta
+            async for delta in client.generate((5,), SamplingParams(max_tokens=30), request_id="r")
+        ]
+    received: list[int] = []
+    for delta in deltas:
+        assert delta.request_id == "r"
+        assert delta.start_index == len(received)
+        received += delta.token_ids
+    assert tuple(received) == fake_output((5,), 30)
+    assert [delta.result for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+    result = deltas[-1].result
+    assert result is not None
+    assert (result.num_output_tokens, result.num_prompt_tokens) == (30, 1)
+
+
+async def test_leaving_a_stream_aborts_the_request(two_replicas: DeploymentHandle[Any]) -> None:
+    async with connected(two_replicas, num_replicas=2) as client:
+        stream = client.generate((1,), SamplingParams(max_tokens=4000))
+        await anext(stream)
+        await stream.aclose()
+        assert client.num_open == 0
+        # Without the abort the request would run for 20 s.
+        await until(client, is_idle, timeout_s=5)
+
+
+async def test_cancelling_before_the_first_token_aborts_the_request(
+    two_replicas: DeploymentHandle[Any],
+) -> None:
+    async with connected(two_replicas, num_replicas=2) as client:
+        tasks = [
+            asyncio.create_task(client.complete((1,), SamplingParams(max_tokens=4000)))
+            for _ in range(40)
+        ]
+        for delay_s, task in enumerate(tasks):
+            await asyncio.sleep(delay_s % 4 * 0.001)
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(task.cancelled() for task in tasks)
+        await until(client, is_idle, timeout_s=5)
+
+
+async def test_refusals_of_the_engine_reach_the_caller(
+    two_replicas: DeploymentHandle[Any],
+) -> None:
+    async with connected(two_replicas, num_replicas=2) as client:
+        with pytest.raises(ContextLengthExceeded, match="the context holds 4096"):
+            await client.complete((1,) * 4000, SamplingParams(max_tokens=200))
+
+
+async def test_a_spent_time_budget_ends_a_running_request(
+    two_replicas: DeploymentHandle[Any],
+) -> None:
+    async with connected(two_replicas, num_replicas=2) as client:
+        with pytest.raises(DeadlineExceeded):
+            await client.complete((1,), SamplingParams(max_tokens=4000), timeout_s=0.3)
+        await until(client, is_idle, timeout_s=5)
+
+
+async def test_overload_is_refused_and_the_rest_completes(serve_port: int) -> None:
+    handle = deploy(
+        "small",
+        FakeEngineOptions(num_slots=2),
+        router=RouterConfig(max_queued_requests=4, max_waiting_per_replica=1),
+    )
+    async with connected(handle) as client:
+        answers = await asyncio.gather(
+            *(client.complete((1,), SamplingParams(max_tokens=40)) for _ in range(20)),
+            return_exceptions=True,
+        )
+    refused = [answer for answer in answers if isinstance(answer, Overloaded)]
+    assert len(refused) == 20 - 2 - 1 - 4
+    assert all(error.retry_after_s is not None and error.retry_after_s >= 1 for error in refused)
+    assert not [a for a in answers if isinstance(a, ServingError) and not isinstance(a, Overloaded)]
+    serve.delete("small")
+
+
+async def test_a_killed_replica_costs_no_token(serve_port: int, tmp_path: Path) -> None:
+    options = FakeEngineOptions(step_s=0.02, kill_marker=str(tmp_path / "killed"))
+    handle = deploy("fragile", options, num_replicas=2)
+    async with connected(handle, num_replicas=2) as client:
+        prompts = [(KILL_TOKEN, 1)] + [(9, n) for n in range(15)]
+        completions = await asyncio.wait_for(
+            asyncio.gather(*(client.complete(p, SamplingParams(max_tokens=60)) for p in prompts)),
+            timeout=60,
+        )
+        assert (tmp_path / "killed").exists()
+        for prompt, completion in zip(prompts, completions, strict=True):
+            assert completion.token_ids == fake_output(prompt, 60)
+            assert completion.result.num_prompt_tokens == 2
+            assert completion.result.num_output_tokens == 60
+        # All of them ended on the survivor: the other half migrated.
+        survivors = {completion.result.replica_id for completion in completions}
+        assert len(survivors) == 1
+    serve.delete("fragile")
