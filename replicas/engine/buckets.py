@@ -40,16 +40,20 @@ def make_buckets(
 ) -> tuple[Bucket, ...]:
     """List all step shapes, smallest first.
 
-    Steps with decode rows (at most `max_mixed_tokens`) get every sequence count, because they run
-    all the time and the head's cost follows it. Pure prefill steps run the head on few rows next
-    to many tokens, so they get only the smallest and the largest count.
+    Every shape costs start-up time, so only those that pay are listed. Up to `max_mixed_tokens`,
+    where decode steps are, the sequence count follows the token count; the largest mixed step, the
+    usual one while prompts are computed beside running streams, gets every sequence count, because
+    the head's cost follows it; pure prefill steps get the fewest and the most sequences.
     """
-    max_seqs = max(MIN_ROWS, max_num_seqs)
-    seq_counts = _powers_of_two(MIN_ROWS, max_seqs)
+    seq_counts = _powers_of_two(MIN_ROWS, max(MIN_ROWS, max_num_seqs))
     buckets: set[Bucket] = set()
     for num_tokens in _powers_of_two(MIN_ROWS, max(MIN_ROWS, max_num_batched_tokens)):
-        mixed = num_tokens <= max_mixed_tokens or max_mixed_tokens > num_tokens // 2
-        counts = seq_counts if mixed else [seq_counts[0], seq_counts[-1]]
+        if 2 * num_tokens <= max_mixed_tokens:
+            counts = [min(num_tokens, seq_counts[-1])]
+        elif num_tokens // 2 < max_mixed_tokens:
+            counts = seq_counts
+        else:
+            counts = [seq_counts[0], seq_counts[-1]]
         buckets.update(Bucket(num_tokens, count) for count in counts if count <= num_tokens)
     return tuple(sorted(buckets))
 
