@@ -1,0 +1,291 @@
+"""Chooses the next token of every row on the device: temperature, top-k, top-p, then a draw.
+
+The draw of a row depends on its logits, parameters, seed and position only, never on its
+neighbours: every branch below is taken per row, and a `lax.cond` only skips work that no row needs.
+Invariant: the support is exact. Tokens tied with the last one that top-k or top-p keeps are kept
+too.
+
+Sorting a vocabulary costs more than a small model's step on CPU, so most rows are decided from
+their few best candidates; one that needs the whole vocabulary goes through it in a group of 8 rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float32, Int32, UInt32
+
+_NUM_CANDIDATES = 128
+# Candidates are found among the maxima of blocks of this many tokens.
+_CANDIDATE_BLOCK = 32
+# Width of the inner level of the two-level inverse CDF.
+_CDF_BLOCK = 256
+# Rows in a group of the whole-vocabulary path: the fewest for which row reductions keep their bits.
+_GROUP_ROWS = 8
+
+
+class SamplingArrays(NamedTuple):
+    """Sampling parameters of each row.
+
+    Attributes:
+        temperature: >= 0; 0 is greedy.
+        top_k: >= 0; 0, or the vocabulary's size and above, keeps everything.
+        top_p: in (0, 1]; 1 keeps everything.
+        seeds: words of a threefry key.
+        positions: position of the token to draw; folded into the key.
+    """
+
+    temperature: Float32[Array, " S"]
+    top_k: Int32[Array, " S"]
+    top_p: Float32[Array, " S"]
+    seeds: UInt32[Array, "S 2"]
+    positions: Int32[Array, " S"]
+
+
+def sample(logits: Float32[Array, "S V"], arrays: SamplingArrays) -> Int32[Array, " S"]:
+    """Return the next token of each row.
+
+    Greedy rows take the most likely token, the lowest id among equals. When all rows are greedy
+    nothing else runs.
+    """
+    with jax.named_scope("sample"):
+        greedy = _first_argmax(logits)
+        is_random = arrays.temperature > 0
+        return lax.cond(
+            jnp.any(is_random),
+            lambda: jnp.where(is_random, _sample_random(logits, arrays, is_random), greedy),
+            lambda: greedy,
+        )
+
+
+def _sample_random(
+    logits: Float32[Array, "S V"], arrays: SamplingArrays, is_random: Bool[Array, " S"]
+) -> Int32[Array, " S"]:
+    """Draw every row; rows that are not random get an arbitrary token."""
+    uniforms = _uniforms(arrays)
+    has_top_k, has_top_p = _has_top_k(arrays, logits.shape[1]), arrays.top_p < 1
+    tokens, is_decided = lax.cond(
+        jnp.any(is_random & (has_top_k | has_top_p)),
+        lambda: _sample_candidates(logits, arrays, uniforms, is_random),
+        lambda: (jnp.zeros_like(arrays.top_k), jnp.zeros_like(is_random)),
+    )
+    is_needy = is_random & ~is_decided
+    return lax.cond(
+        jnp.any(is_needy),
+        lambda: _sample_vocabulary(logits, arrays, uniforms, is_needy, tokens),
+        lambda: tokens,
+    )
+
+
+def _uniforms(arrays: SamplingArrays) -> Float32[Array, "S 2"]:
+    """Draw two numbers in [0, 1) per row from fold_in(seed, position)."""
+
+    def row(seed: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.uniform(key, (2,))
+
+    return jax.vmap(row)(arrays.seeds, arrays.positions)
+
+
+def _sample_candidates(
+    logits: Float32[Array, "S V"],
+    arrays: SamplingArrays,
+    uniforms: Float32[Array, "S 2"],
+    is_random: Bool[Array, " S"],
+) -> tuple[Int32[Array, " S"], Bool[Array, " S"]]:
+    """Draw from the best candidates; also say which rows these candidates decide.
+
+    A row is decided when all tokens that it may keep are among its candidates: a top-k below their
+    number, or a nucleus that ends before they do. An equal logit might wait behind the last
+    candidate, so the last kept one must exceed it.
+    """
+    values, token_ids = _top_candidates(logits)
+    num_candidates = values.shape[1]
+    last = (
+        values[:, -1] if num_candidates < logits.shape[1] else jnp.full_like(values[:, 0], -jnp.inf)
+    )
+    weights = jnp.exp((values - values[:, :1]) / _divisor(arrays.temperature)[:, None])
+
+    has_top_k, has_top_p = _has_top_k(arrays, logits.shape[1]), arrays.top_p < 1
+    kth = jnp.clip(arrays.top_k - 1, 0, num_candidates - 1)
+    kth_value = jnp.take_along_axis(values, kth[:, None], axis=1)[:, 0]
+    is_top_k_decided = has_top_k & (arrays.top_k <= num_candidates) & (kth_value > last)
+    weights = jnp.where(has_top_k[:, None] & (values < kth_value[:, None]), 0.0, weights)
+
+    needs_total = is_random & has_top_p & ~has_top_k
+    total = lax.cond(
+        jnp.any(needs_total),
+        lambda: jnp.sum(_vocabulary_weights(logits, arrays.temperature), axis=1),
+        lambda: jnp.zeros_like(arrays.temperature),
+    )
+    total = jnp.where(has_top_k, jnp.sum(weights, axis=1), total)
+    mass = jnp.cumsum(weights, axis=1)
+    # The nucleus ends at the first token whose cumulative mass reaches top_p.
+    end = jnp.sum(mass < (arrays.top_p * total)[:, None], axis=1)
+    end_value = jnp.take_along_axis(values, jnp.minimum(end, num_candidates - 1)[:, None], axis=1)
+    is_nucleus_decided = (end < num_candidates) & (end_value[:, 0] > last)
+    weights = jnp.where(has_top_p[:, None] & (values < end_value), 0.0, weights)
+
+    chosen = _draw(weights, uniforms[:, 0])
+    tokens = jnp.take_along_axis(token_ids, chosen[:, None], axis=1)[:, 0]
+    is_decided = jnp.where(has_top_k, is_top_k_decided, has_top_p & is_nucleus_decided)
+    return tokens, is_decided
+
+
+def _sample_vocabulary(
+    logits: Float32[Array, "S V"],
+    arrays: SamplingArrays,
+    uniforms: Float32[Array, "S 2"],
+    is_needy: Bool[Array, " S"],
+    tokens: Int32[Array, " S"],
+) -> Int32[Array, " S"]:
+    """Redraw the needy rows from their whole vocabulary, a group at a time."""
+    num_rows = logits.shape[0]
+    needy_first = jnp.argsort(~is_needy, stable=True)
+    # Row number `num_rows` does not exist: gathers clamp it and scatters drop it.
+    rows = jnp.where(is_needy[needy_first], needy_first, num_rows)
+    rows = jnp.pad(rows, (0, -num_rows % _GROUP_ROWS), constant_values=num_rows)
+
+    def draw_group(group: Array, tokens: Array) -> Array:
+        members = lax.dynamic_slice(rows, (group * _GROUP_ROWS,), (_GROUP_ROWS,))
+        member_arrays = SamplingArrays(*(a.at[members].get(mode="clip") for a in arrays))
+        drawn = _draw_from_vocabulary(
+            logits.at[members].get(mode="clip"),
+            member_arrays,
+            uniforms.at[members].get(mode="clip"),
+        )
+        return tokens.at[members].set(drawn, mode="drop")
+
+    num_groups = (jnp.sum(is_needy) + _GROUP_ROWS - 1) // _GROUP_ROWS
+    return lax.fori_loop(0, num_groups, draw_group, tokens)
+
+
+def _draw_from_vocabulary(
+    logits: Float32[Array, "G V"], arrays: SamplingArrays, uniforms: Float32[Array, "G 2"]
+) -> Int32[Array, " G"]:
+    """Draw by a two-level inverse CDF: a block of the vocabulary, then a token of the block."""
+    vocab_size = logits.shape[1]
+    has_top_k, has_top_p = _has_top_k(arrays, vocab_size), arrays.top_p < 1
+    order = _order_preserving_bits(logits)
+    weights = _vocabulary_weights(logits, arrays.temperature)
+
+    def keep_top_k() -> Array:
+        wanted = jnp.where(has_top_k, arrays.top_k, vocab_size)
+        smallest = _largest_threshold(
+            lambda threshold: jnp.sum(order >= threshold[:, None], axis=1) >= wanted, order
+        )
+        return jnp.where(order >= smallest[:, None], weights, 0.0)
+
+    weights = lax.cond(jnp.any(has_top_k), keep_top_k, lambda: weights)
+
+    def keep_nucleus() -> Array:
+        wanted = jnp.where(has_top_p, arrays.top_p, 1.0) * jnp.sum(weights, axis=1)
+        smallest = _largest_threshold(
+            lambda threshold: (
+                jnp.sum(jnp.where(order >= threshold[:, None], weights, 0.0), axis=1) >= wanted
+            ),
+            order,
+        )
+        return jnp.where(order >= smallest[:, None], weights, 0.0)
+
+    weights = lax.cond(jnp.any(has_top_p), keep_nucleus, lambda: weights)
+
+    padded = jnp.pad(weights, ((0, 0), (0, -vocab_size % _CDF_BLOCK)))
+    blocks = padded.reshape(weights.shape[0], -1, _CDF_BLOCK)
+    block = _draw(jnp.sum(blocks, axis=2), uniforms[:, 0])
+    in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * _CDF_BLOCK + _draw(in_block, uniforms[:, 1])
+
+
+def _draw(weights: Float32[Array, "S C"], uniform: Float32[Array, " S"]) -> Int32[Array, " S"]:
+    """Invert the CDF of unnormalised weights at `uniform`; never returns a weight of zero."""
+    cumulative = jnp.cumsum(weights, axis=1)
+    is_hit = (cumulative > (uniform * cumulative[:, -1])[:, None]) & (weights > 0)
+    # Rounding can leave the last token without a hit: then the most likely one is taken.
+    return jnp.where(jnp.any(is_hit, axis=1), _first_argmax(is_hit), _first_argmax(weights))
+
+
+def _first_argmax(x: Array) -> Int32[Array, " S"]:
+    """Return the lowest index of each row's maximum.
+
+    Two plain reductions: XLA's argmax, which reduces pairs, takes ten times as long on CPU.
+    """
+    indices = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    is_max = x == jnp.max(x, axis=1, keepdims=True)
+    # A row of NaN has no maximum; any valid index will do.
+    return jnp.min(jnp.where(is_max, indices, x.shape[1] - 1), axis=1)
+
+
+def _top_candidates(
+    logits: Float32[Array, "S V"],
+) -> tuple[Float32[Array, "S C"], Int32[Array, "S C"]]:
+    """Return each row's largest logits in descending order, and their ids.
+
+    The C largest tokens lie in the C blocks with the largest maxima, so only those are searched.
+    Which of several equal last candidates is returned is unspecified.
+    """
+    num_rows, vocab_size = logits.shape
+    num_candidates, width = _NUM_CANDIDATES, _CANDIDATE_BLOCK
+    if vocab_size <= 2 * num_candidates * width:
+        return _top_k(logits, min(num_candidates, vocab_size))
+    padded = jnp.pad(logits, ((0, 0), (0, -vocab_size % width)), constant_values=-jnp.inf)
+    blocks = padded.reshape(num_rows, -1, width)
+    _, best_blocks = _top_k(jnp.max(blocks, axis=2), num_candidates)
+    searched = jnp.take_along_axis(blocks, best_blocks[:, :, None], axis=1)
+    values, places = _top_k(searched.reshape(num_rows, -1), num_candidates)
+    block = jnp.take_along_axis(best_blocks, places // width, axis=1)
+    return values, block * width + places % width
+
+
+def _top_k(x: Float32[Array, "S N"], k: int) -> tuple[Float32[Array, "S k"], Int32[Array, "S k"]]:
+    """Return `lax.top_k`, kept whole.
+
+    XLA merges a slice of the result into it, no longer sees a top-k, and sorts the full row (jaxlib
+    0.12, CPU: 30 ms instead of 3). The barrier goes when a slice of a top-k stays one.
+    """
+    return lax.optimization_barrier(lax.top_k(x, k))
+
+
+def _vocabulary_weights(
+    logits: Float32[Array, "S V"], temperature: Float32[Array, " S"]
+) -> Float32[Array, "S V"]:
+    """Return exp((logit - max) / temperature): probabilities up to a factor."""
+    shifted = logits - jnp.max(logits, axis=1, keepdims=True)
+    return jnp.exp(shifted / _divisor(temperature)[:, None])
+
+
+def _largest_threshold(
+    is_enough: Callable[[Array], Array], order: UInt32[Array, "G V"]
+) -> UInt32[Array, " G"]:
+    """Return the largest u32 threshold of each row for which `is_enough`, bit by bit from the top.
+
+    `is_enough` must be monotone: true for 0, and false from some threshold on.
+    """
+
+    def decide_bit(step: Array, threshold: Array) -> Array:
+        candidate = threshold | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
+        return jnp.where(is_enough(candidate), candidate, threshold)
+
+    return lax.fori_loop(0, 32, decide_bit, jnp.zeros_like(order[:, 0]))
+
+
+def _order_preserving_bits(x: Float32[Array, "G V"]) -> UInt32[Array, "G V"]:
+    """Map floats to integers of the same order: flip the sign bit, or all bits of negatives."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _has_top_k(arrays: SamplingArrays, vocab_size: int) -> Bool[Array, " S"]:
+    return (arrays.top_k > 0) & (arrays.top_k < vocab_size)
+
+
+def _divisor(temperature: Float32[Array, " S"]) -> Float32[Array, " S"]:
+    """Return the temperature where it divides, 1 for greedy rows, whose result is not used."""
+    return jnp.where(temperature > 0, temperature, 1.0)
