@@ -218,6 +218,13 @@ def test_a_replica_that_names_the_type_scales_it_from_zero(
     assert schedule(filled, [demand, demand]) == ({name: 2}, 0)
 
 
+def test_the_v6e_example_scales_v6e_hosts_from_zero(gcp: SimpleNamespace, raw: Config) -> None:
+    example = yaml.safe_load((ROOT / "ops" / "serve_config.v6e.yaml").read_text())
+    resources = example["applications"][0]["args"]["replicas"]["resources"]
+    filled = gcp.provider.GCPNodeProvider.fillout_available_node_types_resources(prepared(raw))
+    assert schedule(filled, [(resources, {})] * 3) == ({"tpu_v6e_4": 3}, 0)
+
+
 def test_undeclared_labels_make_the_replica_infeasible(gcp: SimpleNamespace, raw: Config) -> None:
     labels = raw["available_node_types"]["tpu_v6e_4"].pop("labels")
     filled = gcp.provider.GCPNodeProvider.fillout_available_node_types_resources(prepared(raw))

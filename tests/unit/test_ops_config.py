@@ -1,0 +1,157 @@
+"""The TPU example and the configuration page, checked against what the application accepts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from app.errors import ConfigError
+from app.settings import _Args, parse_settings  # pyright: ignore[reportPrivateUsage]
+
+ROOT = Path(__file__).resolve().parents[2]
+V6E = ROOT / "ops" / "serve_config.v6e.yaml"
+DOCUMENT = ROOT / "docs" / "configuration.md"
+NO_DEFAULT = "required"
+
+
+@pytest.fixture
+def v6e() -> dict[str, Any]:
+    return yaml.safe_load(V6E.read_text())
+
+
+@pytest.fixture
+def v6e_args(v6e: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The example's `args`, with the files that it expects on a node."""
+    model = tmp_path / "YOUR_MODEL"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (model / name).touch()
+    keys = tmp_path / "api_keys"
+    keys.write_text("sha256:" + "0" * 64 + "\n")
+    args = v6e["applications"][0]["args"]
+    assert args["model"].startswith("/")
+    assert args["ingress"]["api_keys_file"].startswith("/")
+    args["model"] = str(model)
+    args["ingress"]["api_keys_file"] = str(keys)
+    return args
+
+
+def test_ray_accepts_the_example(v6e: dict[str, Any]) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema.model_validate(v6e)
+    (application,) = schema.applications
+    assert application.import_path == "app.build:build"
+
+
+def test_the_application_accepts_the_example(v6e_args: dict[str, Any]) -> None:
+    settings = parse_settings(v6e_args)
+    assert settings.engine.platform == "tpu"
+    assert settings.ingress.key_hashes
+    assert settings.replicas.resources["TPU"] == settings.engine.tensor_parallel
+
+
+def test_a_misspelt_key_in_the_example_would_be_refused(v6e_args: dict[str, Any]) -> None:
+    v6e_args["engine"]["max_num_seq"] = 1
+    with pytest.raises(ConfigError, match="max_num_seq"):
+        parse_settings(v6e_args)
+
+
+def test_serve_accepts_the_example_s_autoscaling(v6e_args: dict[str, Any]) -> None:
+    from ray.serve.config import AutoscalingConfig
+
+    autoscaling = AutoscalingConfig(**v6e_args["replicas"]["autoscaling"])
+    assert autoscaling.max_replicas == 4
+
+
+def test_the_example_has_the_keys_of_the_default_configuration(v6e: dict[str, Any]) -> None:
+    default = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    assert v6e.keys() == default.keys()
+    ours, theirs = v6e["applications"][0], default["applications"][0]
+    assert ours.keys() == theirs.keys()
+    assert ours["args"].keys() == theirs["args"].keys()
+
+
+def test_no_stream_is_cut_while_it_may_still_run(v6e: dict[str, Any]) -> None:
+    application = v6e["applications"][0]
+    longest_s = application["args"]["ingress"]["request_timeout_s"]
+    environment = application["runtime_env"]["env_vars"]
+    assert application["args"]["replicas"]["drain_timeout_s"] > longest_s
+    assert int(environment["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > longest_s
+    controller = v6e["controller_options"]["runtime_env"]["env_vars"]
+    assert controller.items() <= environment.items()
+
+
+def test_a_replica_of_the_example_brings_up_a_v6e_host_and_no_other(v6e: dict[str, Any]) -> None:
+    """Exactly one node type of cluster.yaml, as Ray completes it, declares its resources."""
+    resources: dict[str, float] = v6e["applications"][0]["args"]["replicas"]["resources"]
+    types = yaml.safe_load((ROOT / "cluster.yaml").read_text())["available_node_types"]
+    fitting: list[str] = []
+    for name, node_type in types.items():
+        accelerator = node_type["node_config"].get("acceleratorType")
+        offered = node_type["resources"] | {f"TPU-{accelerator}-head": 1}
+        if all(offered.get(key, 0) >= amount for key, amount in resources.items()):
+            fitting.append(name)
+    assert fitting == ["tpu_v6e_4"]
+
+
+def settings_of(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, default) of every setting below `schema`, a pydantic model or a dataclass."""
+    fields: Mapping[str, tuple[Any, Any]]
+    if issubclass(schema, BaseModel):
+        fields = {
+            name: (field.annotation, field.get_default(call_default_factory=True))
+            for name, field in schema.model_fields.items()
+        }
+    else:
+        fields = {field.name: (field.type, field.default) for field in dataclasses.fields(schema)}
+    for name, (annotation, default) in fields.items():
+        key = prefix + name
+        if isinstance(annotation, type) and (
+            issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
+        ):
+            yield from settings_of(annotation, f"{key}.")
+        elif key != "engine.model":  # given once, as `model`
+            yield key, default
+
+
+def shown(default: Any) -> str:
+    """A default as the page writes it: as in YAML."""
+    if default is PydanticUndefined or default is dataclasses.MISSING:
+        return NO_DEFAULT
+    if default is None:
+        return "null"
+    if isinstance(default, bool):
+        return str(default).lower()
+    if isinstance(default, float) and default.is_integer():
+        return str(int(default))
+    return str(default)
+
+
+def documented() -> dict[str, str]:
+    """Setting -> default, from the page's tables."""
+    rows = re.findall(r"^\| `([a-z_.]+)` \| `?([^|`]*)`? \|", DOCUMENT.read_text(), re.MULTILINE)
+    assert len(rows) == len({key for key, _ in rows}), "a key is documented twice"
+    return {key: default.strip() for key, default in rows}
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    assert documented() == {key: shown(default) for key, default in settings_of(_Args)}
+
+
+@pytest.mark.parametrize("path", [ROOT / "serve_config.yaml", V6E])
+def test_every_key_outside_args_is_explained(path: Path) -> None:
+    text = DOCUMENT.read_text()
+    config = yaml.safe_load(path.read_text())
+    names = [*config, *config["applications"][0], *config["http_options"]]
+    names += [*config["logging_config"]]
+    names += [*config["applications"][0]["runtime_env"]["env_vars"]]
+    assert [name for name in names if f"`{name}`" not in text] == []
