@@ -114,8 +114,8 @@ def check_host(config: YamlMapping, host: str) -> None:
 def choose_ports(http: int, is_free: Callable[[int], bool], find_free: Callable[[], int]) -> Ports:
     """Choose all ports for an HTTP port: Ray's usual ones, moved as far as `http` is from 8000.
 
-    Two launchers on different HTTP ports then never meet, and a given one always has the same
-    ports. One that is taken or out of range is replaced by any free port.
+    A launcher then always has the same ports, and launchers on HTTP ports less than 96 apart never
+    meet. A port that is taken or out of range is replaced by any free one.
     """
     offset = http - DEFAULT_HTTP_PORT
 

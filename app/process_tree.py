@@ -19,6 +19,7 @@ from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _POLL_S = 0.05
+_KILL_S = 2.0  # a killed process frees its memory before it is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +65,19 @@ def end_processes(launcher: int, group: int, *, grace_s: float) -> int:
         How many had to be killed.
     """
     _signal_all(find_members(launcher, group), signal.SIGTERM)
-    deadline = time.monotonic() + grace_s
-    while members := find_members(launcher, group):
-        if time.monotonic() >= deadline:
-            _signal_all(members, signal.SIGKILL)
-            return len(members)
+    if not (members := _wait_for_end(launcher, group, timeout_s=grace_s)):
+        return 0
+    _signal_all(members, signal.SIGKILL)
+    _wait_for_end(launcher, group, timeout_s=_KILL_S)
+    return len(members)
+
+
+def _wait_for_end(launcher: int, group: int, *, timeout_s: float) -> set[int]:
+    """Wait until no member is left, at most `timeout_s` seconds; return those that are."""
+    deadline = time.monotonic() + timeout_s
+    while (members := find_members(launcher, group)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
-    return 0
+    return members
 
 
 def _signal_all(pids: Iterable[int], signal_number: signal.Signals) -> None:

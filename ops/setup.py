@@ -118,7 +118,7 @@ def show_progress(lines: Iterable[str], *, num_packages: int) -> None:
     num_seen = 0
     for line in lines:
         text = line.strip()
-        if text.startswith("Collecting "):
+        if text.startswith(("Collecting ", "Processing ")):
             num_seen += 1
         elif match := re.match(r"(Downloading|Using cached) (\S+?)-[^-]*-\S+ (\(.*\))", text):
             verb, name, size = match.groups()
