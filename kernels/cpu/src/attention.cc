@@ -18,7 +18,9 @@ namespace {
 constexpr int64_t kMaxQueryVectors = 96;   // rows x group of an item: 24 KB of q, 24 KB of acc at D = 64
 constexpr int64_t kMaxRows = 32;           // of an item
 constexpr int64_t kWriteRows = 32;         // rows of k, v written per chunk
-constexpr int64_t kHelperWork = 1 << 15;   // query-key pairs that repay waking another thread
+constexpr int64_t kHelperWork = 1 << 12;   // query-key pairs that repay waking another thread
+constexpr int64_t kChunksPerThread = 8;    // at least, for balance
+constexpr int64_t kMaxRun = 6;             // items per chunk
 
 const AttentionKernel& select_kernel() {
 #if defined(__x86_64__)
@@ -138,14 +140,17 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   const int64_t num_rows = args.cu_q_lens[args.num_seqs];
   int64_t work = 0;
   const std::vector<AttentionItem> items = plan(args, &work);
-  const int64_t num_helpers = std::min(pool.num_threads() - 1, work / kHelperWork);
+  const int64_t num_items = static_cast<int64_t>(items.size());
+  const int64_t num_threads = 1 + std::clamp<int64_t>(work / kHelperWork, 0, pool.num_threads() - 1);
+  const int64_t run = std::clamp<int64_t>(num_items / (num_threads * kChunksPerThread), 1, kMaxRun);
   run_stages(
-      pool, num_helpers, static_cast<int32_t>((num_rows + kWriteRows - 1) / kWriteRows),
+      pool, num_threads - 1, static_cast<int32_t>((num_rows + kWriteRows - 1) / kWriteRows),
       [&args, num_rows](int32_t i) {
         kernel.write_rows(args, i * kWriteRows, std::min((i + 1) * kWriteRows, num_rows));
       },
-      static_cast<int32_t>(items.size()),
-      [&args, &items](int32_t i) { kernel.attend(args, items[static_cast<size_t>(i)]); });
+      static_cast<int32_t>((num_items + run - 1) / run), [&args, &items, run, num_items](int32_t i) {
+        kernel.attend(args, items.data() + i * run, std::min(run, num_items - i * run));
+      });
 
   const size_t row_bytes = static_cast<size_t>(args.heads * args.head_dim) * (args.is_q_bf16 ? 2 : 4);
   std::memset(static_cast<char*>(args.out) + static_cast<size_t>(num_rows) * row_bytes, 0,

@@ -44,7 +44,8 @@ struct AttentionKernel {
   const char* name;
   // Writes rows [begin, end) of k and v to their pages.
   void (*write_rows)(const AttentionArgs& args, int64_t begin, int64_t end);
-  void (*attend)(const AttentionArgs& args, const AttentionItem& item);
+  // Computes `count` items in order (one after the other pays: each prefetches for the next).
+  void (*attend)(const AttentionArgs& args, const AttentionItem* items, int64_t count);
 };
 
 namespace generic { extern const AttentionKernel kAttention; }

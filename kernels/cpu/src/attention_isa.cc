@@ -1,8 +1,9 @@
 // Ragged paged attention for one instruction set (SYSTOLE_ISA names it, the -m flags select it).
 //
 // An item is (sequence, block of query rows, kv head). Its keys come in tiles of 32 at absolute
-// positions. A tile is packed once into L1 (K transposed, V as it is, both widened) and used by all
-// rows x (H / K) query heads of the item, in register blocks of kRows query vectors:
+// positions. A tile's keys are packed once into L1, widened and transposed, its values widened (or
+// read where they lie, when one pass uses them), for all rows x (H / K) query heads of the item, in
+// register blocks of kRows query vectors:
 //
 //   scores  s[r][32 keys] += q[r][d] * kt[d][32 keys]        d in order, one accumulator
 //   softmax online, base 2, f32; a row rescales only where its maximum grows
@@ -170,9 +171,22 @@ void pack_values(const KV* const rows[kTile], int keys, int64_t dim, int64_t pad
   }
 }
 
+// Rows to be touched next: asked for one by one between the multiplications of `score`, since a burst
+// would fill the core's line buffers and stop it.
+struct Ahead {
+  const char* const* rows;
+  int count;
+  int bytes;  // of a row
+  SYSTOLE_INLINE void prefetch(int64_t i) const {
+    if (i >= count) return;
+    for (int at = 0; at < bytes; at += 64) __builtin_prefetch(rows[i] + at);
+  }
+};
+
 // s[r] = q[r] . kt over head_dim.
 template <int R>
-SYSTOLE_INLINE void score(const float* kt, const float* q, int64_t dim, F32 s[kRows][kVectors]) {
+SYSTOLE_INLINE void score(const float* kt, const float* q, int64_t dim, const Ahead& ahead,
+                          F32 s[kRows][kVectors]) {
   SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
     SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) s[r][n] = broadcast(0.0f);
   }
@@ -183,19 +197,21 @@ SYSTOLE_INLINE void score(const float* kt, const float* q, int64_t dim, F32 s[kR
       const F32 x = broadcast(q[r * dim + d]);
       SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) s[r][n] = fma(x, key[n], s[r][n]);
     }
+    ahead.prefetch(d);
   }
 }
 
-// acc[r] += p[r] . v over the first `keys` keys, C vectors of columns at a time.
-template <int R, int C>
-SYSTOLE_INLINE void accumulate(const float* v, const float* p, int keys, int64_t padded_dim, float* acc) {
+// acc[r] += p[r] . v over the first `keys` keys, in C vectors of columns, the last of `lanes` lanes.
+template <int R, int C, typename V>
+SYSTOLE_INLINE void accumulate(const V* const rows[kTile], int64_t d, int lanes, const float* p, int keys,
+                               int64_t padded_dim, float* acc) {
   F32 a[R][C];
   SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
     SYSTOLE_UNROLL for (int c = 0; c < C; ++c) a[r][c] = load(acc + r * padded_dim + c * kLanes);
   }
   for (int key = 0; key < keys; ++key) {
     F32 value[C];
-    SYSTOLE_UNROLL for (int c = 0; c < C; ++c) value[c] = load(v + key * padded_dim + c * kLanes);
+    SYSTOLE_UNROLL for (int c = 0; c < C; ++c) value[c] = load_f32(rows[key] + d + c * kLanes, lanes);
     SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
       const F32 weight = broadcast(p[r * kTile + key]);
       SYSTOLE_UNROLL for (int c = 0; c < C; ++c) a[r][c] = fma(weight, value[c], a[r][c]);
@@ -246,11 +262,12 @@ struct Block {
   float scale;
 };
 
-template <int R>
-void process(const Block& block, int64_t i, int64_t base, int keys, const float* kt, const float* v) {
+template <int R, typename V>
+void process(const Block& block, int64_t i, int64_t base, int keys, const float* kt,
+             const V* const rows[kTile], const Ahead& ahead) {
   F32 s[kRows][kVectors];
   alignas(64) float p[R * kTile];
-  score<R>(kt, block.q + i * block.dim, block.dim, s);
+  score<R>(kt, block.q + i * block.dim, block.dim, ahead, s);
   SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
     const int64_t position = block.first_position + (i + r) / block.group;
     const int64_t begin = position - block.window + 1;
@@ -261,57 +278,85 @@ void process(const Block& block, int64_t i, int64_t base, int keys, const float*
   }
   float* acc = block.acc + i * block.padded_dim;
   int64_t d = 0;
-  for (; d + kColumns * kLanes <= block.padded_dim; d += kColumns * kLanes) {
-    accumulate<R, kColumns>(v + d, p, keys, block.padded_dim, acc + d);
+  for (; d + kColumns * kLanes <= block.dim; d += kColumns * kLanes) {
+    accumulate<R, kColumns>(rows, d, kLanes, p, keys, block.padded_dim, acc + d);
   }
-  for (; d < block.padded_dim; d += kLanes) accumulate<R, 1>(v + d, p, keys, block.padded_dim, acc + d);
+  for (; d < block.dim; d += kLanes) {
+    accumulate<R, 1>(rows, d, static_cast<int>(block.dim - d), p, keys, block.padded_dim, acc + d);
+  }
 }
 
-void process_all(const Block& block, int64_t n, int64_t base, int keys, const float* kt, const float* v) {
+template <typename V>
+void process_all(const Block& block, int64_t n, int64_t base, int keys, const float* kt,
+                 const V* const rows[kTile], Ahead ahead) {
   int64_t i = 0;
-  for (; i + kRows <= n; i += kRows) process<kRows>(block, i, base, keys, kt, v);
+  for (; i + kRows <= n; i += kRows) {
+    process<kRows>(block, i, base, keys, kt, rows, ahead);
+    ahead.count = 0;  // once is enough
+  }
   switch (n - i) {
 #if defined(__AVX512F__)
-    case 5: return process<5>(block, i, base, keys, kt, v);
-    case 4: return process<4>(block, i, base, keys, kt, v);
-    case 3: return process<3>(block, i, base, keys, kt, v);
-    case 2: return process<2>(block, i, base, keys, kt, v);
+    case 5: return process<5>(block, i, base, keys, kt, rows, ahead);
+    case 4: return process<4>(block, i, base, keys, kt, rows, ahead);
+    case 3: return process<3>(block, i, base, keys, kt, rows, ahead);
+    case 2: return process<2>(block, i, base, keys, kt, rows, ahead);
 #endif
-    case 1: return process<1>(block, i, base, keys, kt, v);
+    case 1: return process<1>(block, i, base, keys, kt, rows, ahead);
     default: return;
   }
 }
 
-// Asks for the lines of a tile's keys and values before they are needed.
+// The keys that an item's rows see, [begin, end), and where they live.
 template <typename KV>
-SYSTOLE_INLINE void prefetch_tile(const PageView<KV>& view, int64_t begin, int64_t end) {
-  const int64_t run = view.page_size < kTile ? view.page_size : kTile;
-  for (int64_t position = begin; position < end; position += run) {
-    const char* key = reinterpret_cast<const char*>(view.key(position));
-    const char* value = key + view.value_offset() * static_cast<int64_t>(sizeof(KV));
-    const int64_t rows = end - position < run ? end - position : run;
-    const int64_t bytes = rows * view.head_dim * static_cast<int64_t>(sizeof(KV));
-    for (int64_t at = 0; at < bytes; at += 64) {
-      __builtin_prefetch(key + at);
-      __builtin_prefetch(value + at);
-    }
+struct Span {
+  PageView<KV> view;
+  int64_t begin, end;
+  Span(const AttentionArgs& args, const AttentionItem& item) : view(args, item.seq, item.head) {
+    const int64_t q_end = args.cu_q_lens[item.seq + 1];
+    const int64_t oldest = args.kv_lens[item.seq] - (q_end - item.begin) - args.window + 1;
+    begin = oldest > 0 ? oldest : 0;
+    end = args.kv_lens[item.seq] - (q_end - item.end);
   }
-}
+  int64_t first_tile() const { return begin / kTile * kTile; }
+};
+
+// A tile's 32 rows of keys and 32 of values. A position outside the span is masked for every query:
+// its place is taken by a row inside, since what lies there (NaN, say) must not meet the zero weight.
+template <typename KV>
+struct TileRows {
+  const KV* keys[kTile];
+  const KV* values[kTile];
+
+  SYSTOLE_INLINE void locate(const Span<KV>& span, int64_t base) {
+    const PageView<KV>& view = span.view;
+    const int run = static_cast<int>(view.page_size < kTile ? view.page_size : kTile);
+    const int first = static_cast<int>(span.begin > base ? span.begin - base : 0);
+    const int last = static_cast<int>(span.end < base + kTile ? span.end - base : kTile) - 1;
+    for (int i = first / run * run; i <= last; i += run) {
+      const KV* row = view.key(base + i);
+      for (int k = 0; k < run; k += 8) {
+        SYSTOLE_UNROLL for (int j = 0; j < 8; ++j) keys[i + k + j] = row + (k + j) * view.head_dim;
+      }
+    }
+    for (int i = 0; i < first; ++i) keys[i] = keys[first];
+    for (int i = last + 1; i < kTile; ++i) keys[i] = keys[last];
+    for (int i = 0; i < kTile; ++i) values[i] = keys[i] + view.value_offset();
+  }
+};
 
 template <bool kQBf16, bool kKvBf16>
-void attend_typed(const AttentionArgs& args, const AttentionItem& item) {
+void attend_item(const AttentionArgs& args, const AttentionItem& item, const AttentionItem* next_item,
+                 TileRows<Element<kKvBf16>> tiles[2]) {
   using Q = Element<kQBf16>;
   using KV = Element<kKvBf16>;
   const int64_t dim = args.head_dim;
   const int64_t group = args.heads / args.kv_heads;
   const int64_t n = (item.end - item.begin) * group;
-  const int64_t q_end = args.cu_q_lens[item.seq + 1];
-  const int64_t limit = args.kv_lens[item.seq] - (q_end - item.end);  // keys that the last row sees
   Block block;
   block.dim = dim;
   block.padded_dim = round_up(dim, kLanes);
   block.group = group;
-  block.first_position = args.kv_lens[item.seq] - (q_end - item.begin);
+  block.first_position = args.kv_lens[item.seq] - (args.cu_q_lens[item.seq + 1] - item.begin);
   block.window = args.window;
   block.scale = args.scale;
 
@@ -328,8 +373,8 @@ void attend_typed(const AttentionArgs& args, const AttentionItem& item) {
   block.sum = block.acc + acc_size;
   block.m = block.sum + sum_size;
 
-  const int64_t offset = (item.begin * args.kv_heads + item.head) * group * dim;
-  const auto row_offset = [&](int64_t i) { return offset + (i / group * args.heads + i % group) * dim; };
+  const int64_t offset = item.begin * args.heads + item.head * group;
+  const auto row_offset = [&](int64_t i) { return (offset + i / group * args.heads + i % group) * dim; };
   for (int64_t i = 0; i < n; ++i) {
     convert_row(static_cast<const Q*>(args.q) + row_offset(i), block.q + i * dim, dim);
     for (int64_t d = 0; d < block.padded_dim; d += kLanes) {
@@ -339,25 +384,33 @@ void attend_typed(const AttentionArgs& args, const AttentionItem& item) {
     block.m[i] = kNoMax;
   }
 
-  const PageView<KV> view(args, item.seq, item.head);
-  const int64_t oldest = block.first_position - args.window + 1;
-  const int64_t begin = oldest > 0 ? oldest : 0;  // of the keys that any row sees
-  for (int64_t base = begin / kTile * kTile; base < limit; base += kTile) {
-    const int64_t end = base + kTile < limit ? base + kTile : limit;
-    prefetch_tile(view, end, end + kTile < limit ? end + kTile : limit);
-    // A key outside [begin, limit) is masked for every row: its place is taken by one inside, since
-    // what lies there (another page's NaN, say) must not meet the zero weight.
-    const KV* key_rows[kTile];
-    const KV* value_rows[kTile];
-    for (int i = 0; i < kTile; ++i) {
-      const int64_t position = base + i < begin ? begin : base + i < limit ? base + i : limit - 1;
-      key_rows[i] = view.key(position);
-      value_rows[i] = key_rows[i] + view.value_offset();
+  const Span<KV> span(args, item);
+  const Ahead ahead{reinterpret_cast<const char* const*>(tiles[1].keys), 2 * kTile,
+                    static_cast<int>(dim * static_cast<int64_t>(sizeof(KV)))};
+  Ahead nothing = ahead;
+  nothing.count = 0;
+  for (int64_t base = span.first_tile(); base < span.end; base += kTile) {
+    // tiles[0] is this tile; tiles[1] becomes the one after it, here or in the next item.
+    bool has_next = true;
+    if (base + kTile < span.end) {
+      tiles[1].locate(span, base + kTile);
+    } else if (next_item != nullptr) {
+      const Span<KV> next(args, *next_item);
+      tiles[1].locate(next, next.first_tile());
+    } else {
+      has_next = false;
     }
-    const int keys = static_cast<int>(end - base);
-    pack_keys(key_rows, dim, kt);
-    pack_values(value_rows, keys, dim, block.padded_dim, v);
-    process_all(block, n, base, keys, kt, v);
+    const int keys = static_cast<int>(span.end - base < kTile ? span.end - base : kTile);
+    pack_keys(tiles[0].keys, dim, kt);
+    if (n <= kRows) {
+      process_all(block, n, base, keys, kt, tiles[0].values, has_next ? ahead : nothing);
+    } else {
+      const float* packed_rows[kTile];
+      for (int i = 0; i < kTile; ++i) packed_rows[i] = v + i * block.padded_dim;
+      pack_values(tiles[0].values, keys, dim, block.padded_dim, v);
+      process_all(block, n, base, keys, kt, packed_rows, has_next ? ahead : nothing);
+    }
+    tiles[0] = tiles[1];
   }
 
   for (int64_t i = 0; i < n; ++i) {
@@ -370,10 +423,21 @@ void attend_typed(const AttentionArgs& args, const AttentionItem& item) {
   }
 }
 
-void attend(const AttentionArgs& args, const AttentionItem& item) {
+template <bool kQBf16, bool kKvBf16>
+void attend_typed(const AttentionArgs& args, const AttentionItem* items, int64_t count) {
+  using KV = Element<kKvBf16>;
+  TileRows<KV> tiles[2];
+  const Span<KV> span(args, items[0]);
+  tiles[0].locate(span, span.first_tile());
+  for (int64_t i = 0; i < count; ++i) {
+    attend_item<kQBf16, kKvBf16>(args, items[i], i + 1 < count ? items + i + 1 : nullptr, tiles);
+  }
+}
+
+void attend(const AttentionArgs& args, const AttentionItem* items, int64_t count) {
   const auto run = args.is_q_bf16 ? (args.is_kv_bf16 ? attend_typed<true, true> : attend_typed<true, false>)
                                   : (args.is_kv_bf16 ? attend_typed<false, true> : attend_typed<false, false>);
-  run(args, item);
+  run(args, items, count);
 }
 
 }  // namespace
