@@ -254,14 +254,10 @@ class LLMClient:
         )
 
     async def _start(self) -> TokenSink:
-        """Start the sink; concurrent first uses start one."""
-        if self._starting is None:
+        """Start the sink; concurrent first uses share one, and a cancelled one does not undo it."""
+        if self._starting is None or self._starting.done():
             self._starting = asyncio.create_task(self._start_sink())
-        try:
-            return await asyncio.shield(self._starting)
-        finally:
-            if self._starting.done():
-                self._starting = None
+        return await asyncio.shield(self._starting)
 
     async def _start_sink(self) -> TokenSink:
         sink = TokenSink(host=self._host or cast(str, ray.util.get_node_ip_address()))  # pyright: ignore[reportUnknownMemberType]

@@ -23,7 +23,13 @@ from ray.experimental.internal_kv import (
 from ray.serve import metrics
 
 from replicas.config import EngineConfig
-from replicas.errors import DeadlineExceeded, EngineDead, EngineNotReady, ServingError
+from replicas.errors import (
+    DeadlineExceeded,
+    EngineDead,
+    EngineError,
+    EngineNotReady,
+    ServingError,
+)
 from replicas.load_events import LoadEvents
 from replicas.token_stream import TokenStream
 from replicas.wire import (
@@ -123,7 +129,11 @@ class EngineDeployment:
         """
         engine = self._engine
         if engine is None:
-            return EngineNotReady("the replica is starting", retry_after_s=1.0)
+            return EngineNotReady(
+                "the replica is starting or stopping",
+                retry_after_s=1.0,
+                replica_id=self._replica_id,
+            )
         started_at = time.monotonic()
         try:
             outcome = self._stream.open(request)
@@ -145,6 +155,8 @@ class EngineDeployment:
             )
         except ServingError as error:
             ending = "refused"
+            if isinstance(error, EngineError):
+                error.replica_id = self._replica_id
             return error
         finally:
             if not is_over:
@@ -183,7 +195,7 @@ class EngineDeployment:
         start_engine = self._start_engine
         if start_engine is None:
             # Here, not above: jax must see the devices that Ray assigned to this actor.
-            from replicas.engine.engine_loop import start_engine_loop
+            from replicas.engine.startup import start_engine_loop
 
             start_engine = start_engine_loop
         progress = ProgressReport(self._app_name, self._replica_id)

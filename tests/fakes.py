@@ -271,3 +271,58 @@ class FakeHandle:
 
     def remote(self, *args: Any) -> FakeResponse:
         return FakeResponse(getattr(self._target, self._method_name)(*args))
+
+
+class TcpProxy:
+    """A network between a replica and a sink that can be cut, closed to newcomers, and stalled."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.is_open = True
+        self.num_connections = 0
+        self.flow = asyncio.Event()
+        self.flow.set()
+
+    async def start(self) -> int:
+        """Listen; returns the port."""
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self._server.sockets[0].getsockname()[1]
+
+    def cut(self) -> None:
+        """Reset every connection, losing what is on the way."""
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def close(self) -> None:
+        self.cut()
+        assert self._server is not None
+        self._server.close()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        if not self.is_open:
+            writer.transport.abort()
+            return
+        target_reader, target_writer = await asyncio.open_connection(*self._target)
+        self._writers |= {writer, target_writer}
+        for source, sink in ((reader, target_writer), (target_reader, writer)):
+            task = asyncio.create_task(self._pump(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _pump(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(1 << 16):
+                await self.flow.wait()
+                sink.write(data)
+                await sink.drain()
+        except OSError:
+            pass
+        finally:
+            sink.transport.abort()

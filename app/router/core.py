@@ -229,7 +229,7 @@ class RouterCore:
         assert request_id not in self._queue, request_id
         assert request_id not in self._booked_on, request_id
         config = self._config
-        is_new = not event.excluded and not any(self.routable)
+        is_new = not event.excluded and not any(v.is_routable for v in self._replicas.values())
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
         if event.deadline is not None and event.deadline <= now:
             actions.append(Fail(request_id, _deadline_exceeded()))

@@ -193,8 +193,7 @@ class RouterDeployment:
             # The core gave the replica up, or the replica's side of the call was cancelled.
             return call.answer or EngineDead(f"replica {target} left", replica_id=target)
         if isinstance(answer, EngineNotReady):
-            self._feed(ReplicaSuspected(target))
-            answer.replica_id = target
+            self._feed(ReplicaSuspected(answer.replica_id or target))
         assert isinstance(answer, GenerateResult | ServingError), type(answer)
         return answer
 

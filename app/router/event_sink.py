@@ -68,9 +68,9 @@ class EventSink:
         if self._peers.get(peer.replica_id) is not peer:
             return  # what a connection that was reset had still in flight
         match frame:
-            case [FrameKind.EVENT, int(sequence), dict() as load]:
-                load = unpack_load(cast(dict[str, Any], load))
-                self._on_event(LoadChanged(peer.replica_id, sequence, load))
+            case [FrameKind.EVENT, int(sequence), dict() as load]:  # pyright: ignore[reportUnknownVariableType]
+                fields = cast(dict[str, Any], load)
+                self._on_event(LoadChanged(peer.replica_id, sequence, unpack_load(fields)))
             case [FrameKind.REPORT, *_]:
                 report = unpack_report(frame, replica_id=peer.replica_id)
                 self.model_info = report.model_info
