@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 _TIMEOUT_S = 2.0
-_FAILED_STATUSES = ("DEPLOY_FAILED", "UNHEALTHY")
+_FAILED_STATUS = "DEPLOY_FAILED"
+_MESSAGE_LINES = 20  # the end of a stack trace says what was wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +75,18 @@ def check_applications(status: Mapping[str, Any]) -> None:
     """Look for an application that Serve has given up in the answer of its REST API.
 
     Raises:
-        StartFailed: there is one.
+        StartFailed: there is one; its message and those of its deployments are passed on.
     """
     applications = cast(Mapping[str, Mapping[str, Any]], status.get("applications") or {})
     for name, application in applications.items():
-        if application.get("status") in _FAILED_STATUSES:
-            raise StartFailed(f"application {name!r}: {application.get('message') or 'no message'}")
+        if application.get("status") != _FAILED_STATUS:
+            continue
+        deployments = cast(
+            Mapping[str, Mapping[str, Any]], application.get("deployments") or {}
+        ).values()
+        messages = [str(part.get("message") or "").strip() for part in (application, *deployments)]
+        lines = "\n".join(filter(None, messages)).splitlines() or ["no reason was given"]
+        raise StartFailed("\n".join([f"application {name!r}:", *lines[-_MESSAGE_LINES:]]))
 
 
 def token_path() -> Path:

@@ -89,9 +89,10 @@ def test_an_application_that_serve_gave_up_ends_the_start(
 ) -> None:
     if service_answers:
         server.answer("/ready", {"ready": False}, status=503)
-    failed = {"status": "DEPLOY_FAILED", "message": "FileNotFoundError: models/none"}
+    engine = {"status": "UNHEALTHY", "message": "FileNotFoundError: models/none"}
+    failed = {"status": "DEPLOY_FAILED", "message": "gave up", "deployments": {"Engine": engine}}
     server.answer("/api/serve/applications/", {"applications": {"llm": failed}})
-    with pytest.raises(StartFailed, match=r"'llm': FileNotFoundError: models/none"):
+    with pytest.raises(StartFailed, match=r"'llm':\ngave up\nFileNotFoundError: models/none$"):
         read_progress(server.url, server.url)
 
 
