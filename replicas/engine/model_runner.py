@@ -16,18 +16,29 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Array, Int
 
-from replicas.config import EngineConfig, ModelConfig
+from replicas.config import EngineConfig
 from replicas.engine.buckets import Bucket, make_buckets, smallest_bucket
 from replicas.engine.programs import ProgramStore
 from replicas.engine.sampler import sample
 from replicas.engine.scheduler import StepPlan
 from replicas.engine.step import DeviceState, PackedLayout, SlotTable, pack_step
-from replicas.models.registry import ModelFamily
 
-AttentionFn = Callable[..., tuple[Array, Array]]
 ProgressFn = Callable[[str, int, int], None]
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model's traced functions, with configuration, kernels and mesh bound in.
+
+    Attributes:
+        forward: (params, kv_pages, inputs) -> (hidden [T, M], kv_pages).
+        compute_logits: (params, hidden [R, M]) -> f32 [R, V].
+    """
+
+    forward: Callable[..., tuple[Array, tuple[Array, ...]]]
+    compute_logits: Callable[..., Array]
 
 
 class CompileCounter:
@@ -61,39 +72,37 @@ class ModelRunner:
 
     def __init__(
         self,
-        family: ModelFamily,
-        model_config: ModelConfig,
+        model: Model,
         config: EngineConfig,
         *,
         params: Any,
         kv_pages: tuple[Array, ...],
-        attention: AttentionFn,
+        replicated: jax.sharding.Sharding | None,
         store: ProgramStore | None,
     ) -> None:
-        """Take parameters and pages as they lie on the device; `warm_up` must follow.
+        """Take parameters and pages as they lie on the devices; `warm_up` must follow.
 
         Args:
-            family: the model's functions.
-            model_config: its sizes.
+            model: forward pass and output head.
             config: resolved engine configuration: nothing in it is None or "auto".
-            params: the family's parameters, sharded.
+            params: the model's parameters, sharded.
             kv_pages: per layer, [N, 2K, page, D]; owned (donated) from here on.
-            attention: paged attention with the signature of `kernels.reference`.
+            replicated: sharding of what every device holds whole; None on a single device.
             store: where compiled programs are kept, or None.
         """
         assert config.max_model_len is not None
         assert config.page_size is not None
-        self._family = family
-        self._model_config = model_config
+        self._model = model
         self._params = params
-        self._attention = attention
+        self._replicated = replicated
         self._store = store
         self._table = SlotTable(
             num_slots=config.max_num_seqs,
             pages_per_seq=-(-config.max_model_len // config.page_size),
         )
         self._state = DeviceState(
-            kv_pages=kv_pages, last_token_ids=jnp.zeros(config.max_num_seqs + 1, jnp.int32)
+            kv_pages=kv_pages,
+            last_token_ids=jnp.zeros(config.max_num_seqs + 1, jnp.int32, device=replicated),
         )
         self._buckets = make_buckets(
             max_num_seqs=config.max_num_seqs,
@@ -157,7 +166,7 @@ class ModelRunner:
         ) -> tuple[DeviceState, Int[Array, " S"]]:
             return self._step(params, state, packed, layout)
 
-        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32)
+        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=self._replicated)
         return jax.jit(step, donate_argnums=1).lower(self._params, self._state, packed)
 
     def _step(
@@ -175,15 +184,10 @@ class ModelRunner:
             state.last_token_ids[batch.token_slots],
             batch.inputs.token_ids,
         )
-        hidden, kv_pages = self._family.forward(
-            params,
-            state.kv_pages,
-            batch.inputs._replace(token_ids=token_ids),
-            self._model_config,
-            attention=self._attention,
-        )
+        inputs = batch.inputs._replace(token_ids=token_ids)
+        hidden, kv_pages = self._model.forward(params, state.kv_pages, inputs)
         last_rows = jnp.maximum(batch.inputs.cu_q_lens[1:] - 1, 0)
-        logits = self._family.compute_logits(params, hidden[last_rows], self._model_config)
+        logits = self._model.compute_logits(params, hidden[last_rows])
         sampled = sample(logits, batch.sampling)
         last_token_ids = state.last_token_ids.at[batch.slots].set(sampled)
         return DeviceState(kv_pages, last_token_ids), sampled

@@ -15,22 +15,32 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from kernels import reference
 from kernels.cpu import library
 from replicas.config import EngineConfig, ModelConfig
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
-from replicas.engine.model_runner import AttentionFn, LaunchedStep, ModelRunner, ProgressFn
+from replicas.engine.model_runner import LaunchedStep, Model, ModelRunner, ProgressFn
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.programs import ProgramStore, environment_key
 from replicas.engine.scheduler import Scheduler
 from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
 from replicas.models.registry import get_family, load_model_config
+from replicas.models.sharding import (
+    kv_pages_sharding,
+    make_mesh,
+    param_shardings,
+    shard_forward,
+    shard_logits,
+)
 from replicas.models.weights import load_params
 from replicas.wire import ModelInfo, StepEvents
 
 logger = logging.getLogger(__name__)
+
+AttentionFn = Callable[..., tuple[jax.Array, jax.Array]]
 
 _DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 128}
 
@@ -114,24 +124,13 @@ def build_engine(
     assert config.num_pages is not None
     assert config.max_model_len is not None
     logger.info("engine configuration: %s", config)
-    dtype = jnp.dtype(config.dtype)
-    params = load_params(
-        path, model_config, dtype=dtype, progress=lambda done, total: report("weights", done, total)
-    )
     fingerprint = _fingerprint(config, model_config)
-    runner = ModelRunner(
-        get_family(model_config),
-        model_config,
-        config,
-        params=params,
-        kv_pages=allocate_kv_pages(
-            model_config, num_pages=config.num_pages, page_size=config.page_size, dtype=dtype
-        ),
-        attention=_attention(config),
-        store=None
+    store = (
+        None
         if config.program_store is None
-        else ProgramStore(Path(config.program_store), key=fingerprint),
+        else ProgramStore(Path(config.program_store), key=fingerprint)
     )
+    runner = _build_runner(path, model_config, config, store=store, report=report)
     runner.warm_up(report)
     logger.info("engine ready after %.1f s", time.monotonic() - started_s)
     scheduler = Scheduler(
@@ -150,6 +149,57 @@ def build_engine(
         fingerprint=fingerprint[:16],
     )
     return Engine(scheduler, runner, model_info=model_info)
+
+
+def _build_runner(
+    path: Path,
+    model_config: ModelConfig,
+    config: EngineConfig,
+    *,
+    store: ProgramStore | None,
+    report: ProgressFn,
+) -> ModelRunner:
+    """Lay weights and pages out over the mesh of this replica."""
+    assert config.page_size is not None
+    assert config.num_pages is not None
+    dtype, num_shards = jnp.dtype(config.dtype), config.tensor_parallel
+    family = get_family(model_config)
+    mesh = make_mesh(config)
+    specs = family.param_specs(model_config, num_shards=num_shards)
+    forward = shard_forward(family.forward, mesh, specs)
+    compute_logits = shard_logits(family.compute_logits, mesh, specs)
+    attention = _attention(config)
+    model = Model(
+        forward=lambda params, kv_pages, inputs: forward(
+            params, kv_pages, inputs, model_config, attention=attention
+        ),
+        compute_logits=lambda params, hidden: compute_logits(params, hidden, model_config),
+    )
+    is_sharded = num_shards > 1
+    params = load_params(
+        path,
+        model_config,
+        dtype=dtype,
+        shardings=param_shardings(specs, mesh) if is_sharded else None,
+        num_shards=num_shards,
+        progress=lambda done, total: report("weights", done, total),
+    )
+    kv_pages = allocate_kv_pages(
+        model_config,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        dtype=dtype,
+        num_shards=num_shards,
+        sharding=kv_pages_sharding(mesh) if is_sharded else None,
+    )
+    return ModelRunner(
+        model,
+        config,
+        params=params,
+        kv_pages=kv_pages,
+        replicated=NamedSharding(mesh, PartitionSpec()) if is_sharded else None,
+        store=store,
+    )
 
 
 def _platform(config: EngineConfig) -> str:
