@@ -24,7 +24,8 @@ class Choice:
         sampling: its sampling parameters.
         counts_prompt: whether its prompt counts in the usage: once for all choices of a prompt.
         num_tokens: tokens that belong to the output so far.
-        num_cached_tokens: prompt tokens found in the prefix cache; known at the end.
+        num_cached_tokens: prompt tokens found in the prefix cache; None until the engine says so
+            with its last delta, which never comes after a stop string.
         finish_reason: "stop" or "length" once the output has ended.
     """
 
@@ -58,7 +59,7 @@ class Choice:
         self.sampling = sampling
         self.counts_prompt = counts_prompt
         self.num_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self._detokenizer = detokenizer
         self._matcher = StopStringMatcher(stop_strings) if stop_strings else None

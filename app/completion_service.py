@@ -43,31 +43,7 @@ from replicas.errors import (
     ModelNotFound,
     ServingError,
 )
-from replicas.wire import ModelInfo, ReplicaLoad, SamplingParams, TokenDelta
-
-
-class ServiceStatus(Protocol):
-    """What the router knows of the replicas."""
-
-    @property
-    def replicas(self) -> dict[str, ReplicaLoad]:
-        """Last load report of each replica."""
-        ...
-
-    @property
-    def num_queued(self) -> int:
-        """Requests that wait in the router."""
-        ...
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a replica has finished its warm-up."""
-        ...
-
-    @property
-    def model_info(self) -> ModelInfo | None:
-        """What the replicas say of the model; None before one is ready."""
-        ...
+from replicas.wire import ModelInfo, SamplingParams, ServiceStatus, TokenDelta
 
 
 class TokenClient(Protocol):
@@ -96,6 +72,9 @@ class TokenClient(Protocol):
         ...
 
 
+# A router that has not started yet does not answer.
+_STATUS_TIMEOUT_S = 1.5
+
 # Called with a choice, its new text and its new tokens.
 Emit = Callable[[Choice, str, Sequence[int]], Awaitable[None]]
 
@@ -121,10 +100,11 @@ class Generation:
     def usage(self) -> Usage:
         """Return the tokens of all choices so far."""
         prompts = [choice for choice in self.choices if choice.counts_prompt]
+        cached = [choice.num_cached_tokens for choice in prompts]
         return Usage(
             prompt_tokens=sum(len(choice.prompt_token_ids) for choice in prompts),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            cached_tokens=sum(choice.num_cached_tokens for choice in prompts),
+            cached_tokens=None if None in cached else sum(filter(None, cached)),
         )
 
     def stream_format(self) -> StreamFormat:
@@ -167,7 +147,9 @@ class CompletionService:
             EngineNotReady: no replica has finished its warm-up yet.
         """
         if self._model_info is None:
-            self._model_info = (await self._client.status()).model_info
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STATUS_TIMEOUT_S):
+                    self._model_info = (await self._client.status()).model_info
         if self._model_info is None:
             raise EngineNotReady(
                 "the model is still loading; /ready tells when it can answer", retry_after_s=5
@@ -239,7 +221,7 @@ class CompletionService:
                 raise _first_leaf(errors) from None
         usage = generation.usage()
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
-        self._metrics.cached_prompt_tokens.inc(usage.cached_tokens)
+        self._metrics.cached_prompt_tokens.inc(usage.cached_tokens or 0)
 
     async def collect(self, generation: Generation) -> Sequence[ChoiceOutput]:
         """Run all choices and return their whole outputs."""

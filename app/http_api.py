@@ -229,19 +229,26 @@ class _SystemEndpoints:
 
     async def ready(self, _: Request) -> Response:
         """Whether a request would be answered now: a replica has finished its warm-up."""
+        body: dict[str, object] = {"ready": False, "model": self._config.model_id}
         try:
             async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 status = await self._client.status()
-        except (ServingError, TimeoutError) as error:
-            reason = str(error) or "the router does not answer yet"
-            return _json({"ready": False, "reason": reason, "num_replicas": 0}, status_code=503)
-        body = {
-            "ready": status.is_ready,
-            "model": self._config.model_id,
+        except (ServingError, TimeoutError):
+            return _json({**body, "stage": "starting the router"}, status_code=503)
+        body |= {
+            "ready": status.ready,
             "num_replicas": len(status.replicas),
+            "num_starting_replicas": len(status.startup),
             "num_queued_requests": status.num_queued,
         }
-        return _json(body, status_code=200 if status.is_ready else 503)
+        if status.ready:
+            return _json({**body, "stage": "ready"})
+        # Of several that start, the one that has come furthest in its stage.
+        first = max(status.startup, key=lambda p: p.done / max(1, p.total), default=None)
+        if first is None:
+            return _json({**body, "stage": "starting replicas"}, status_code=503)
+        progress = {"stage": first.stage, "done": first.done, "total": first.total}
+        return _json({**body, **progress}, status_code=503)
 
     async def version(self, _: Request) -> Response:
         """Return the software's version, and what identifies the model once it is loaded."""

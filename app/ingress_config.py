@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class IngressConfig:
 
     model_dir: str
     model_id: str
-    key_hashes: frozenset[str] = frozenset()
+    key_hashes: frozenset[str] = field(default=frozenset(), repr=False)
     max_body_bytes: int = 8 << 20
     max_choices: int = 128
     keep_alive_s: float = 5.0

@@ -24,20 +24,23 @@ class Usage:
     Attributes:
         prompt_tokens: each prompt counts once, however many choices it has.
         completion_tokens: tokens generated, a final stop token included.
-        cached_tokens: prompt tokens found in the prefix cache.
+        cached_tokens: prompt tokens found in the prefix cache; None: not known.
     """
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
+        # Left out rather than guessed where it is not known.
+        cached = self.cached_tokens
+        details = None if cached is None else {"cached_tokens": cached, "audio_tokens": 0}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens, "audio_tokens": 0},
+            "prompt_tokens_details": details,
             "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
         }
 

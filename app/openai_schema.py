@@ -9,7 +9,7 @@ only values that the engine can act on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -152,7 +152,8 @@ class ChatMessage(_Schema):
     """One message of a chat; assistant messages may be passed back as they were received."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | tuple[TextPart, ...] = ""
+    # A string counts as one part.
+    content: tuple[TextPart, ...] = ()
     name: Hint | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -160,8 +161,6 @@ class ChatMessage(_Schema):
     @property
     def text(self) -> str:
         """The content as one string; parts are joined by line breaks."""
-        if isinstance(self.content, str):
-            return self.content
         return "\n".join(part.text for part in self.content)
 
     @property
@@ -171,19 +170,18 @@ class ChatMessage(_Schema):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _parts(cls, value: object) -> object:
-        # Strict mode takes tuples only from tuples, and JSON has lists.
-        if is_list(value):
-            for part in value:
-                kind = part.get("type") if is_object(part) else None
-                if kind != "text":
-                    raise ValueError(
-                        f"content parts must be of type 'text', got {kind!r}: the model reads text"
-                    )
-            return tuple(value)
-        if not isinstance(value, str):
+    def _parts(cls, value: object) -> tuple[object, ...]:
+        if isinstance(value, str):
+            return ({"type": "text", "text": value},)
+        if not is_list(value):
             raise ValueError("must be a string or a list of text parts")
-        return value
+        for part in value:
+            kind = part.get("type") if is_object(part) else None
+            if kind != "text":
+                raise ValueError(
+                    f"content parts must be of type 'text', got {kind!r}: the model reads text"
+                )
+        return tuple(value)
 
 
 class ChatRequest(GenerationParams):
@@ -206,8 +204,7 @@ class ChatRequest(GenerationParams):
     def _messages(cls, value: object) -> tuple[object, ...]:
         if not isinstance(value, list):
             raise ValueError("must be a list of messages")
-        messages: list[object] = value
-        return tuple(_clean_message(message) for message in messages)
+        return tuple(map(_clean_message, cast("list[object]", value)))
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -277,7 +274,7 @@ def _as_invalid_request(error: ValidationError) -> InvalidRequest:
     for step in first["loc"]:
         if isinstance(step, int):
             param += f"[{step}]"
-        elif step not in ("str", "tuple[TextPart, ...]"):  # branches of a union, not keys
+        else:
             param += f".{step}" if param else step
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
     if kind == "extra_forbidden":

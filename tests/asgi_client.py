@@ -71,9 +71,7 @@ class Client:
     async def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
         return await self.request("GET", path, [b""], headers)
 
-    async def post(
-        self, path: str, body: object, headers: dict[str, str] | None = None
-    ) -> Answer:
+    async def post(self, path: str, body: object, headers: dict[str, str] | None = None) -> Answer:
         """Send JSON, or bytes as they are."""
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return await self.request("POST", path, [raw], headers)

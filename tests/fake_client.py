@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from replicas.errors import ServingError
 from replicas.wire import (
@@ -17,18 +17,11 @@ from replicas.wire import (
     ModelInfo,
     ReplicaLoad,
     SamplingParams,
+    ServiceStatus,
     TokenDelta,
 )
 
 EOS = 1
-
-
-@dataclass(kw_only=True)
-class FakeStatus:
-    replicas: dict[str, ReplicaLoad] = field(default_factory=dict)
-    num_queued: int = 0
-    is_ready: bool = True
-    model_info: ModelInfo | None = None
 
 
 @dataclass(kw_only=True)
@@ -65,7 +58,14 @@ class FakeClient:
         num_cached_tokens: int = 0,
     ) -> None:
         self.script = script
-        self.state = FakeStatus(model_info=model_info)
+        self.state = ServiceStatus(
+            ready=True,
+            replicas={"replica-1": ReplicaLoad(num_slots=8)},
+            num_queued=0,
+            num_queued_tokens=0,
+            num_inflight=0,
+            model_info=model_info,
+        )
         self.tokens_per_delta = tokens_per_delta
         self.error = error
         self.error_after = error_after
@@ -76,7 +76,7 @@ class FakeClient:
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def status(self) -> FakeStatus:
+    async def status(self) -> ServiceStatus:
         return self.state
 
     async def close(self) -> None:
@@ -123,7 +123,9 @@ class FakeClient:
                     request_id=request_id,
                     start_index=start,
                     token_ids=new,
-                    result=self._result(request_id, prompt, tokens, reason) if is_finished else None,
+                    result=self._result(request_id, prompt, tokens, reason)
+                    if is_finished
+                    else None,
                 )
                 if is_finished:
                     return

@@ -28,7 +28,13 @@ def tokenizer(model_dir: Path) -> Tokenizer:
     return Tokenizer.load(model_dir)
 
 
-TEXTS = ["Hello world", "", " leading and  double ", "日本語 😀\n", "<|im_start|>user\nhi<|im_end|>"]
+TEXTS = [
+    "Hello world",
+    "",
+    " leading and  double ",
+    "日本語 😀\n",
+    "<|im_start|>user\nhi<|im_end|>",
+]
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "Hi"}],
     [
@@ -137,9 +143,7 @@ def test_a_model_without_a_template_has_none(model_dir: Path) -> None:
         ("chat_template.jinja", "{% if %}"),
     ],
 )
-def test_a_broken_model_directory_is_named(
-    model_dir: Path, name: str, content: str | None
-) -> None:
+def test_a_broken_model_directory_is_named(model_dir: Path, name: str, content: str | None) -> None:
     if content is None:
         (model_dir / name).unlink()
     else:

@@ -1,0 +1,92 @@
+"""Builds the Serve application: `import_path: app.build:build` in serve_config.yaml.
+
+The one place that knows every deployment and its Serve options, and the last one that reads the
+environment. Nothing imports it. Invariant: settings that cannot work are refused here, before a
+replica starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivateUsage]
+
+from app.auth import check_exposure
+from app.ingress import Ingress
+from app.router.deployment import RouterDeployment
+from app.router.pinned import PinnedRequestRouter
+from app.settings import parse_settings
+from replicas.deployment import EngineDeployment
+
+logger = logging.getLogger("ray.serve")
+
+_untyped_serve: Final[Any] = serve
+
+# The router's credits are the only limit: Serve itself must never queue a call.
+_UNLIMITED_REQUESTS = 1 << 16
+# How often a stopping replica looks whether its requests have ended.
+_DRAIN_POLL_S = 0.2
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """Bind Ingress -> Router -> Engine.
+
+    Raises:
+        ConfigError: a setting is wrong; the message lists what and why.
+    """
+    settings = parse_settings(args)
+    host = _listening_host()
+    if host is not None:
+        check_exposure(host, has_keys=bool(settings.ingress.key_hashes))
+    logger.info("application settings: %s", settings)
+    replicas = settings.replicas
+    options: dict[str, Any] = {
+        "max_ongoing_requests": _UNLIMITED_REQUESTS,
+        "graceful_shutdown_timeout_s": replicas.drain_timeout_s,
+        "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
+    }
+    engine = _deployment(
+        EngineDeployment,
+        "Engine",
+        num_replicas=None if replicas.autoscaling else replicas.num_replicas,
+        autoscaling_config=replicas.autoscaling,
+        ray_actor_options={"num_cpus": replicas.num_cpus, "resources": replicas.resources},
+        request_router_config=_request_router_config(),
+        health_check_period_s=replicas.health_check_period_s,
+        health_check_timeout_s=replicas.health_check_timeout_s,
+        **options,
+    ).bind(settings.engine)
+    light = {"ray_actor_options": {"num_cpus": 0}, **options}
+    router = _deployment(RouterDeployment, "Router", **light).bind(engine, settings.router)
+    return _deployment(
+        _untyped_serve.ingress()(Ingress),
+        "Ingress",
+        num_replicas=settings.num_ingress_replicas,
+        **light,
+    ).bind(router, settings.ingress)
+
+
+def _deployment(cls: type, name: str, **options: Any) -> Any:
+    """`serve.deployment`, whose own types are too loose to be checked."""
+    given = {key: value for key, value in options.items() if value is not None}
+    return _untyped_serve.deployment(cls, name=name, **given)
+
+
+def _request_router_config() -> RequestRouterConfig:
+    router_class: Any = PinnedRequestRouter
+    return RequestRouterConfig(request_router_class=router_class)
+
+
+def _listening_host() -> str | None:
+    """Return the host that Serve's HTTP servers listen on; None while no Serve is running.
+
+    Serve has no public way to ask: `serve.status()` leaves http_options out (2.60).
+    """
+    if not ray.is_initialized():  # or Serve would start a cluster to look for itself
+        return None
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return None if client is None else client.http_config.host

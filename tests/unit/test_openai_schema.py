@@ -1,0 +1,282 @@
+"""Request bodies: what is accepted, what is refused and how the refusal names its cause."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_type_hints
+
+import pytest
+from openai.types.chat.completion_create_params import CompletionCreateParamsStreaming as ChatParams
+from openai.types.completion_create_params import (
+    CompletionCreateParamsStreaming as CompletionParams,
+)
+
+from app.errors import InvalidJSON, MissingParameter, UnknownParameter, UnsupportedParameter
+from app.openai_schema import (
+    ChatRequest,
+    CompletionRequest,
+    choice_seed,
+    parse_json,
+    parse_request,
+)
+from replicas.errors import InvalidRequest
+
+PROMPT: dict[str, Any] = {"prompt": "a"}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse_request(CompletionRequest, {**PROMPT, **fields})
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse_request(ChatRequest, {**CHAT, **fields})
+
+
+def test_defaults_are_openais() -> None:
+    request = completion()
+    assert (request.max_tokens, request.n, request.stream) == (16, 1, False)
+    sampling = request.sampling(max_tokens=16, seed=7, choice=0)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1.0, 0, 7)
+    assert chat().max_output_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("text", ("text",)),
+        (["a", "b"], ("a", "b")),
+        ([1, 2], ((1, 2),)),
+        ([[1], [2, 3]], ((1,), (2, 3))),
+    ],
+)
+def test_prompts_come_in_four_kinds(prompt: Any, expected: Any) -> None:
+    assert completion(prompt=prompt).prompt == expected
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [[], [[]], [[1], []], ["a", 1], [1, "a"], [True], [-1], [1.5], 5, {"a": 1}, [[1], "a"]],
+)
+def test_other_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest) as info:
+        completion(prompt=prompt)
+    assert info.value.param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *[("max_tokens", value) for value in (-1, 0, 1.5, "5", True)],
+        *[("temperature", value) for value in (1e9, 2.1, -0.1, "1", True, [1])],
+        *[("top_p", value) for value in (0, -0.5, 1.01)],
+        *[("top_k", value) for value in (-2, 0.5)],
+        *[("n", value) for value in (0, -1, 129, 1.5)],
+        *[("seed", value) for value in (1.5, "x", 2**64, -(2**63) - 1)],
+        *[("stop", value) for value in (["x"] * 1000, "", ["a", ""], 5, [5], "x" * 5000)],
+        *[("stop_token_ids", value) for value in ([-1], ["a"], 5, [True], [1] * 1000)],
+        ("ignore_eos", "yes"),
+        ("stream", 1),
+        ("user", 5),
+        ("metadata", {"a": 1}),
+        ("model", 5),
+        ("cache_salt", "x" * 2000),
+        ("return_token_ids", "true"),
+    ],
+)
+def test_a_value_out_of_range_names_its_parameter(field: str, value: Any) -> None:
+    for parse in (completion, chat):
+        with pytest.raises(InvalidRequest) as info:
+            parse(**{field: value})
+        assert info.value.param is not None
+        assert info.value.param.split("[")[0] in (field, f"{field}.a")
+        assert info.value.code == "invalid_value"
+        assert len(info.value.message) < 500
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logprobs", 1),
+        ("echo", True),
+        ("best_of", 2),
+        ("suffix", "x"),
+        ("presence_penalty", 0.5),
+        ("frequency_penalty", -1),
+        ("logit_bias", {"1": 5}),
+        ("min_p", 0.1),
+        ("repetition_penalty", 1.1),
+        ("min_tokens", 5),
+        ("bad_words", ["x"]),
+        ("prompt_logprobs", 1),
+        ("guided_json", {}),
+        ("response_format", {"type": "json_object"}),
+        ("include_stop_str_in_output", True),
+        ("truncate_prompt_tokens", 10),
+    ],
+)
+def test_an_unsupported_parameter_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(UnsupportedParameter, match=f"'{field}'") as info:
+        completion(**{field: value})
+    assert (info.value.param, info.value.status) == (field, 400)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
+        ("logprobs", True),
+        ("top_logprobs", 3),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("reasoning_effort", "high"),
+        ("modalities", ["audio"]),
+        ("audio", {"voice": "x"}),
+        ("store", True),
+        ("web_search_options", {}),
+        ("chat_template", "x"),
+        ("continue_final_message", True),
+    ],
+)
+def test_an_unsupported_chat_parameter_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(UnsupportedParameter, match=f"'{field}'"):
+        chat(**{field: value})
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    neutral = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "logprobs": None,
+        "user": "me",
+        "n": 1,
+        "seed": None,
+        "stop": None,
+        "min_p": 0,
+        "repetition_penalty": 1.0,
+        "metadata": {"a": "b"},
+        "stream_options": None,
+    }
+    completion(**neutral, echo=False, best_of=1, suffix=None)
+    chat(
+        **{**neutral, "logprobs": False},
+        store=False,
+        tools=[],
+        tool_choice="auto",
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        service_tier="auto",
+        safety_identifier="x",
+        prompt_cache_key="y",
+    )
+
+
+@pytest.mark.parametrize(
+    ("schema", "params"), [(CompletionRequest, CompletionParams), (ChatRequest, ChatParams)]
+)
+def test_every_parameter_of_openai_is_known(schema: Any, params: Any) -> None:
+    known = set(schema.model_fields) | set(schema.neutral)
+    assert set(get_type_hints(params)) <= known
+
+
+def test_an_unknown_key_is_named() -> None:
+    with pytest.raises(UnknownParameter, match="'temprature'") as info:
+        completion(temprature=1)
+    assert (info.value.param, info.value.code) == ("temprature", "unknown_parameter")
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(MissingParameter, match="'messages'"):
+        parse_request(ChatRequest, {"model": "x"})
+    with pytest.raises(MissingParameter, match="'prompt'"):
+        parse_request(CompletionRequest, {"prompt": None})
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        ("hi", "messages"),
+        (["hi"], "messages[0]"),
+        ([{"role": "alien", "content": "a"}], "messages[0].role"),
+        ([{"content": "a"}], "messages[0].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": ["a"]}], "messages[0].content"),
+        ([{"role": "user", "content": "a", "colour": 1}], "messages[0].colour"),
+        ([{"role": "tool", "content": "a"}], "messages[0].role"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages"),
+    ],
+)
+def test_a_bad_message_is_named(messages: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as info:
+        parse_request(ChatRequest, {"messages": messages})
+    assert info.value.param == param
+
+
+def test_a_received_assistant_message_may_be_passed_back() -> None:
+    message = {
+        "role": "assistant",
+        "content": "Hi",
+        "refusal": None,
+        "annotations": [],
+        "tool_calls": None,
+        "function_call": None,
+        "audio": None,
+        "reasoning_content": "because",
+    }
+    request = chat(messages=[CHAT["messages"][0], message])
+    assert request.messages[1].text == "Hi"
+    assert request.messages[1].reasoning_text == "because"
+
+
+def test_max_completion_tokens_goes_before_max_tokens() -> None:
+    assert chat(max_tokens=5, max_completion_tokens=9).max_output_tokens == 9
+    assert chat(max_tokens=5).max_output_tokens == 5
+
+
+def test_stream_options_need_a_stream() -> None:
+    with pytest.raises(InvalidRequest, match="stream_options"):
+        completion(stream_options={"include_usage": True})
+    options = completion(stream=True, stream_options={"include_usage": True}).stream_options
+    assert options.include_usage
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nope",
+        b"[1]",
+        b'"text"',
+        b"null",
+        b"5",
+        b'{"temperature": NaN}',
+        b'{"temperature": Infinity}',
+        b'{"temperature": 1e999}',
+        b'{"prompt": "\\ud800"}',
+        b"[" * 100_000,
+        b"\xff\xfe{}",
+    ],
+)
+def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(InvalidJSON):
+        parse_json(body)
+
+
+def test_a_huge_integer_is_not_a_seed() -> None:
+    body = parse_json(json.dumps({"prompt": "a", "seed": 10**30}).encode())
+    with pytest.raises(InvalidRequest, match="seed"):
+        parse_request(CompletionRequest, body)
+
+
+def test_seeds_of_choices_differ_and_the_first_is_the_requests_own() -> None:
+    seeds = [choice_seed(seed, choice) for seed in range(50) for choice in range(20)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert choice_seed(-1, 0) == 2**64 - 1
+    assert choice_seed(5, 0) == 5

@@ -1,0 +1,144 @@
+"""The application's args: what is accepted, what is refused, and what comes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from app.auth import hash_key
+from app.build import build
+from app.errors import ConfigError
+from app.settings import parse_settings
+from tests.tiny_tokenizer import write_model_dir
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    directory = write_model_dir(tmp_path / "models" / "tiny")
+    (directory / "model.safetensors").touch()
+    return tmp_path
+
+
+def args(**fields: Any) -> dict[str, Any]:
+    return {"model": "models/tiny", **fields}
+
+
+def test_the_defaults_need_no_more_than_a_model(root: Path) -> None:
+    settings = parse_settings(args(), root=root)
+    assert settings.engine.model == str(root / "models/tiny")
+    assert settings.ingress.model_dir == str(root / "models/tiny")
+    assert settings.ingress.model_id == "tiny"
+    assert settings.ingress.key_hashes == frozenset()
+    assert (settings.replicas.num_replicas, settings.num_ingress_replicas) == (1, 1)
+
+
+def test_every_section_reaches_its_part(root: Path) -> None:
+    (root / "keys").write_text("secret\n", encoding="utf-8")
+    settings = parse_settings(
+        args(
+            served_model_name="name",
+            engine={"page_size": 32, "dtype": "float32", "program_store": "programs"},
+            replicas={"resources": {"TPU": 4}, "autoscaling": {"min_replicas": 1}},
+            router={"max_queued_requests": 5},
+            ingress={"num_replicas": 2, "api_keys_file": "keys", "keep_alive_s": 1},
+        ),
+        root=root,
+    )
+    assert (settings.engine.page_size, settings.engine.dtype) == (32, "float32")
+    assert settings.engine.program_store == str(root / "programs")
+    assert settings.replicas.resources == {"TPU": 4}
+    assert settings.replicas.autoscaling == {"min_replicas": 1}
+    assert settings.router.max_queued_requests == 5
+    assert settings.num_ingress_replicas == 2
+    assert settings.ingress.key_hashes == {hash_key(b"secret")}
+    assert hash_key(b"secret") not in repr(settings)
+    assert settings.ingress.model_id == "name"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"colour": 1}, "colour: there is no such setting"),
+        ({"engine": {"colour": 1}}, "engine.colour: there is no such setting"),
+        ({"router": {"colour": 1}}, "router.colour: there is no such setting"),
+        ({"ingress": {"colour": 1}}, "ingress.colour: there is no such setting"),
+        ({"replicas": {"colour": 1}}, "replicas.colour: there is no such setting"),
+        ({"engine": {"page_size": 7}}, "power of two >= 8, got 7"),
+        ({"engine": {"platform": "gpu"}}, "engine.platform: .*'cpu'.*got 'gpu'"),
+        ({"engine": {"model": "x"}}, "engine.model"),
+        ({"engine": "x"}, "engine"),
+        ({"router": {"max_queued_requests": 0}}, "max_queued_requests must be >= 1"),
+        ({"replicas": {"num_replicas": 0}}, "replicas.num_replicas: .*got 0"),
+        ({"ingress": {"max_body_bytes": "big"}}, "ingress.max_body_bytes: .*got 'big'"),
+        ({"ingress": {"api_key_hashes": ["secret"]}}, "api key hash"),
+        ({"ingress": {"api_keys_file": "nowhere"}}, "nowhere"),
+        ({"model": "models/none"}, "models/none is not a directory"),
+        ({"model": None}, "model"),
+        ({"model": 5}, "model"),
+        ({"model": "."}, "lacks config.json, tokenizer.json, .*safetensors"),
+    ],
+)
+def test_a_wrong_setting_is_named(root: Path, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_settings(args(**fields), root=root)
+
+
+def test_all_wrong_settings_are_named_at_once(root: Path) -> None:
+    with pytest.raises(ConfigError, match=r"replicas\.num_cpus.*ingress\.keep_alive_s"):
+        parse_settings(args(replicas={"num_cpus": -1}, ingress={"keep_alive_s": 0}), root=root)
+
+
+def shipped_config() -> dict[str, Any]:
+    return yaml.safe_load((CHECKOUT / "serve_config.yaml").read_text(encoding="utf-8"))
+
+
+def test_the_shipped_config_is_one_that_serve_takes() -> None:
+    config = shipped_config()
+    schema = ServeDeploySchema.model_validate(config)
+    assert schema.http_options.host == "127.0.0.1"
+    [application] = schema.applications
+    flags = config["controller_options"]["runtime_env"]["env_vars"]
+    assert flags["RAY_SERVE_THROUGHPUT_OPTIMIZED"] == "1"
+    assert flags.items() <= application.runtime_env["env_vars"].items()
+    # An unknown key would be ignored by Serve.
+    assert not set(config) - set(ServeDeploySchema.model_fields)
+    assert not set(config["applications"][0]) - set(type(application).model_fields)
+
+
+def test_the_shipped_settings_are_valid(root: Path) -> None:
+    settings = shipped_config()["applications"][0]["args"]
+    parsed = parse_settings({**settings, "model": "models/tiny"}, root=root)
+    assert parsed.engine.platform == "cpu"
+
+
+def test_build_binds_ingress_router_and_engine(root: Path) -> None:
+    assert not ray.is_initialized()
+    application = build(
+        {
+            "model": str(root / "models/tiny"),
+            "replicas": {"num_replicas": 3, "resources": {"TPU": 4}, "drain_timeout_s": 7},
+        }
+    )
+    ingress = application._bound_deployment
+    [router, config] = ingress.init_args
+    [engine, _] = router._bound_deployment.init_args
+    engine = engine._bound_deployment
+    assert config.model_id == "tiny"
+    assert [ingress.name, router._bound_deployment.name, engine.name] == [
+        "Ingress",
+        "Router",
+        "Engine",
+    ]
+    assert engine.num_replicas == 3
+    assert engine.ray_actor_options["resources"] == {"TPU": 4}
+    for deployment in (ingress, router._bound_deployment, engine):
+        assert deployment.max_ongoing_requests > 10_000
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7
+    assert not ray.is_initialized()
