@@ -11,12 +11,14 @@ that it started. Knows nothing of models; whatever serves /ready can be launched
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +26,6 @@ import yaml
 
 from app.errors import ConfigError
 from app.launch_config import (
-    Ports,
     check_host,
     choose_ports,
     find_free,
@@ -40,7 +41,9 @@ from app.readiness import Progress, StartFailed, read_progress, token_path
 DRAIN_S = 11.0
 KILL_GRACE_S = 1.0
 POLL_S = 0.3
+STOP_POLL_S = 0.05
 LOG_TAIL_LINES = 15
+ALL_INTERFACES = ("0.0.0.0", "::")
 
 
 class Interrupt:
@@ -90,6 +93,32 @@ def describe(progress: Progress) -> str:
     return f"{text} [{bar}] {progress.done}/{progress.total}"
 
 
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is launched, and where people find it.
+
+    Attributes:
+        config_path: the Serve config that is deployed.
+        log_path: where the lines of Ray and Serve go.
+        service_url: root of the HTTP API, as seen from this machine.
+        dashboard_port: port of Ray's dashboard.
+        needs_key: clients must send an API key.
+        watch_pid: process whose end or interruption stops the service, or None.
+    """
+
+    config_path: Path
+    log_path: Path
+    service_url: str
+    dashboard_port: int
+    needs_key: bool
+    watch_pid: int | None
+
+    @property
+    def dashboard_url(self) -> str:
+        """Root of Ray's dashboard and REST API."""
+        return f"http://127.0.0.1:{self.dashboard_port}"
+
+
 def main() -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Serve a config file on this machine.")
@@ -100,68 +129,64 @@ def main() -> int:
     interrupt = Interrupt()
     interrupt.install()
     try:
-        config = read_config(arguments.config)
-        host, port = http_address(config, arguments.port)
-        check_host(config, host)
-        check_port_free(host, port)
+        launch = prepare(arguments.config, port=arguments.port, watch_pid=arguments.watch_pid)
     except ConfigError as error:
         print(f"cannot serve: {error}", file=sys.stderr)
         return 2
-    ports = choose_ports(port, is_free, find_free)
+    return serve(launch, interrupt)
+
+
+def prepare(path: Path, *, port: int | None, watch_pid: int | None) -> Launch:
+    """Check the config file and the ports, and write the config that is deployed to run/PORT/.
+
+    Raises:
+        ConfigError: the file cannot be served here.
+    """
+    config = read_config(path)
+    host, http_port = http_address(config, port)
+    needs_key = check_host(config, host)
+    if not is_free(http_port, "" if host in ALL_INTERFACES else host):
+        raise ConfigError(
+            f"port {http_port} on {host} is in use by another program; stop that one, or choose "
+            "another port, as in: make serve PORT=8001"
+        )
+    ports = choose_ports(http_port, is_free, find_free)
     effective = make_effective_config(
         config,
         host=host,
         ports=ports,
-        is_moved=arguments.port is not None,
+        is_moved=port is not None,
         # Ray bundles HAProxy for Linux only; elsewhere its Python proxy answers, more slowly.
         extra={} if sys.platform == "linux" else {"RAY_SERVE_ENABLE_HA_PROXY": "0"},
     )
-    directory = Path("run") / str(port)
+    directory = Path("run") / str(http_port)
     directory.mkdir(parents=True, exist_ok=True)
     config_path = directory / "serve_config.yaml"
     config_path.write_text(yaml.safe_dump(effective, sort_keys=False), encoding="utf-8")
-    return serve(
-        config_path,
-        host=host,
-        ports=ports,
+    local_host = "127.0.0.1" if host in ALL_INTERFACES else host
+    bracketed = f"[{local_host}]" if ":" in local_host else local_host
+    return Launch(
+        config_path=config_path,
         log_path=directory / "serve.log",
-        interrupt=interrupt,
-        watch_pid=arguments.watch_pid,
+        service_url=f"http://{bracketed}:{http_port}",
+        dashboard_port=ports.dashboard,
+        needs_key=needs_key,
+        watch_pid=watch_pid,
     )
 
 
-def check_port_free(host: str, port: int) -> None:
-    """Refuse a port that something listens on.
-
-    Raises:
-        ConfigError: it is taken.
-    """
-    if not is_free(port, "" if host in ("0.0.0.0", "::") else host):
-        raise ConfigError(
-            f"port {port} on {host} is in use by another program; stop that one, or choose another "
-            "port, as in: make serve PORT=8001"
-        )
-
-
-def serve(
-    config_path: Path,
-    *,
-    host: str,
-    ports: Ports,
-    log_path: Path,
-    interrupt: Interrupt,
-    watch_pid: int | None,
-) -> int:
+def serve(launch: Launch, interrupt: Interrupt) -> int:
     """Run the cluster process until it ends or the user wants to stop; returns the exit status."""
     adopt_orphans()
-    command = [sys.executable, "-m", "app.local_cluster", str(config_path), str(ports.dashboard)]
+    command = [sys.executable, "-m", "app.local_cluster"]
+    command += [str(launch.config_path), str(launch.dashboard_port)]
     # Flags of Serve go into the config file, never here: they would break Serve's client.
     environment = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    with log_path.open("wb") as log:
+    with launch.log_path.open("wb") as log:
         # A session of its own: Ctrl-C must reach this process only, which then drains that one.
         cluster = subprocess.Popen(
             command,
@@ -172,52 +197,36 @@ def serve(
             start_new_session=True,
         )
     try:
-        return _supervise(
-            cluster,
-            host=host,
-            ports=ports,
-            log_path=log_path,
-            interrupt=interrupt,
-            watch_pid=watch_pid,
-        )
+        return _supervise(cluster, launch, interrupt)
     finally:
         stop(cluster, interrupt)
 
 
-def _supervise(
-    cluster: subprocess.Popen[bytes],
-    *,
-    host: str,
-    ports: Ports,
-    log_path: Path,
-    interrupt: Interrupt,
-    watch_pid: int | None,
-) -> int:
-    local_host = "127.0.0.1" if host in ("0.0.0.0", "::", "localhost") else host
-    service_url = f"http://{f'[{local_host}]' if ':' in local_host else local_host}:{ports.http}"
-    dashboard_url = f"http://127.0.0.1:{ports.dashboard}"
+def _supervise(cluster: subprocess.Popen[bytes], launch: Launch, interrupt: Interrupt) -> int:
     start = time.monotonic()
     status_line = StatusLine()
     is_ready = False
     while not interrupt.count:
-        if watch_pid is not None and not is_waiting(watch_pid):
+        if launch.watch_pid is not None and not is_waiting(launch.watch_pid):
             break
         if cluster.poll() is not None:
             status_line.close()
-            print(f"Ray Serve has ended unexpectedly. {_tail(log_path)}", file=sys.stderr)
+            print(f"Ray Serve has ended unexpectedly. {_tail(launch.log_path)}", file=sys.stderr)
             return 1
         if not is_ready:
             try:
-                progress = read_progress(service_url, dashboard_url)
+                progress = read_progress(launch.service_url, launch.dashboard_url)
             except StartFailed as error:
                 status_line.close()
                 print(f"The service cannot start: {error}", file=sys.stderr)
-                print(f"Ray's log is in {log_path}", file=sys.stderr)
+                print(f"Ray's log is in {launch.log_path}", file=sys.stderr)
                 return 1
-            status_line.show(progress, time.monotonic() - start)
+            elapsed_s = time.monotonic() - start
+            status_line.show(progress, elapsed_s)
             if is_ready := progress.is_ready:
                 status_line.close()
-                _announce(service_url, dashboard_url, log_path, time.monotonic() - start)
+                print(f"Ready after {elapsed_s:.0f} s. Ctrl-C stops. Ray's log: {launch.log_path}")
+                print(describe_access(launch, progress.model), flush=True)
         time.sleep(POLL_S)
     status_line.close()
     print("Stopping: waiting for running requests (again to stop at once)", flush=True)
@@ -233,21 +242,31 @@ def stop(cluster: subprocess.Popen[bytes], interrupt: Interrupt) -> None:
     while cluster.poll() is None and time.monotonic() < deadline:
         if interrupt.count > num_requests:
             break
-        time.sleep(0.05)
+        time.sleep(STOP_POLL_S)
     if cluster.poll() is None:
         cluster.kill()
     end_processes(os.getpid(), cluster.pid, grace_s=KILL_GRACE_S)
     cluster.wait()
 
 
-def _announce(service_url: str, dashboard_url: str, log_path: Path, elapsed_s: float) -> None:
-    serve_command = Path(sys.executable).parent / "serve"
-    if serve_command.is_relative_to(Path.cwd()):
-        serve_command = serve_command.relative_to(Path.cwd())
-    print(f"Ready after {elapsed_s:.0f} s. Ctrl-C stops. Ray's log: {log_path}")
-    print(f"  Service    {service_url}/v1")
-    print(f"  Dashboard  {dashboard_url}  (token: cat {token_path()})")
-    print(f"  Status     RAY_AUTH_MODE=token {serve_command} status -a {dashboard_url}", flush=True)
+def describe_access(launch: Launch, model: str) -> str:
+    """Say where the service is, with a command to try it, and how to look at the cluster."""
+    key = ' -H "Authorization: Bearer $API_KEY"' if launch.needs_key else ""
+    body = json.dumps({"model": model, "prompt": "The capital of France is", "max_tokens": 16})
+    status_command = Path(sys.executable).parent / "serve"
+    if status_command.is_relative_to(Path.cwd()):
+        status_command = status_command.relative_to(Path.cwd())
+    lines = [f"  URL        {launch.service_url}/v1"]
+    if model:
+        url = f"{launch.service_url}/v1/completions"
+        lines.append(
+            f"  Try        curl {url} -H 'Content-Type: application/json'{key} -d '{body}'"
+        )
+    lines += [
+        f"  Dashboard  {launch.dashboard_url}  (token: cat {token_path()})",
+        f"  Status     RAY_AUTH_MODE=token {status_command} status -a {launch.dashboard_url}",
+    ]
+    return "\n".join(lines)
 
 
 def _tail(log_path: Path) -> str:

@@ -96,12 +96,16 @@ def _section(mapping: YamlMapping, key: str) -> YamlMapping:
     return cast(YamlMapping, mapping.get(key) or {})
 
 
-def check_host(config: YamlMapping, host: str) -> None:
+def check_host(config: YamlMapping, host: str) -> bool:
     """Refuse to listen beyond this machine where an application has no API keys.
+
+    Returns:
+        Whether there are keys, so that clients must send one.
 
     Raises:
         ConfigError: that is so, or the keys cannot be read.
     """
+    has_keys = False
     for application in config["applications"]:
         ingress = _section(_section(application, "args"), "ingress")
         keys_file: str | None = ingress.get("api_keys_file")
@@ -109,6 +113,8 @@ def check_host(config: YamlMapping, host: str) -> None:
             ingress.get("api_key_hashes") or (), Path(keys_file) if keys_file else None
         )
         check_exposure(host, has_keys=bool(keys))
+        has_keys = has_keys or bool(keys)
+    return has_keys
 
 
 def choose_ports(http: int, is_free: Callable[[int], bool], find_free: Callable[[], int]) -> Ports:

@@ -28,12 +28,14 @@ class Progress:
         stage: what is being done now, for people to read.
         done: finished units of the stage.
         total: units of the stage; 0 where that is not known.
+        model: what clients send as `model`; "" where that is not known.
     """
 
     is_ready: bool
     stage: str
     done: int = 0
     total: int = 0
+    model: str = ""
 
 
 class StartFailed(Exception):
@@ -62,7 +64,7 @@ def read_progress(service_url: str, dashboard_url: str) -> Progress:
 def parse_ready(body: Mapping[str, Any]) -> Progress:
     """Read the body of /ready."""
     if body.get("ready") is True:
-        return Progress(is_ready=True, stage="ready")
+        return Progress(is_ready=True, stage="ready", model=str(body.get("model") or ""))
     return Progress(
         is_ready=False,
         stage=str(body.get("stage") or "starting replicas"),

@@ -61,8 +61,9 @@ def test_nothing_answers_while_ray_starts(server: Server) -> None:
 
 
 def test_a_ready_service_is_ready_whatever_the_dashboard_says(server: Server) -> None:
-    server.answer("/ready", {"ready": True})
-    assert read_progress(server.url, UNREACHABLE).is_ready
+    server.answer("/ready", {"ready": True, "model": "toy"})
+    progress = read_progress(server.url, UNREACHABLE)
+    assert progress == Progress(is_ready=True, stage="ready", model="toy")
 
 
 def test_the_stage_of_a_service_that_is_not_ready_is_passed_on(server: Server) -> None:
