@@ -72,12 +72,18 @@ class FakeClient:
         self.num_cached_tokens = num_cached_tokens
         self.calls: list[Call] = []
         self.running: set[str] = set()
+        self._started = asyncio.Condition()
         self.given_up: list[str] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def status(self) -> ServiceStatus:
         return self.state
+
+    async def wait_running(self, num_requests: int) -> None:
+        """Wait until that many requests run."""
+        async with self._started:
+            await self._started.wait_for(lambda: len(self.running) >= num_requests)
 
     async def close(self) -> None:
         assert not self.running
@@ -109,6 +115,8 @@ class FakeClient:
         self.running.add(request_id)
         is_finished = False
         try:
+            async with self._started:
+                self._started.notify_all()
             tokens, reason = self._output(prompt, sampling)
             start = 0
             while True:
@@ -119,6 +127,7 @@ class FakeClient:
                     raise self.error
                 new = tuple(tokens[start : start + self.tokens_per_delta])
                 is_finished = start + len(new) == len(tokens)
+                result = self._result(request_id, prompt, tokens, reason)
                 yield TokenDelta(
                     request_id=request_id,
                     start_index=start,

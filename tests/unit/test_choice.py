@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,7 +45,7 @@ def run(
 ) -> tuple[str, list[int]]:
     text, kept = "", []
     bounds = [0, *sorted(cuts), len(ids)]
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         is_last = end == len(ids) and start == bounds[-2]
         delta = TokenDelta(
             request_id="r",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import tokenizers
 from hypothesis import given
@@ -27,7 +29,7 @@ def pieces_of(
 def cut(ids: list[int], data: st.DataObject) -> list[list[int]]:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=6)))
     bounds = [0, *cuts, len(ids)]
-    return [ids[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [ids[a:b] for a, b in itertools.pairwise(bounds)]
 
 
 @given(

@@ -173,7 +173,7 @@ async def test_a_streamed_completion_adds_up_to_the_whole_one(
     assert answer.headers["cache-control"] == "no-cache"
     assert answer.headers["x-accel-buffering"] == "no"
     events = answer.events()
-    # OpenAI's type has one schema for bodies and chunks, and says null nowhere; its servers send it.
+    # OpenAI's type is the same for bodies and chunks and has no null; its servers send one.
     for event in events:
         for choice in event["choices"]:
             Completion.model_validate({**event, "choices": [{**choice, "finish_reason": "stop"}]})
@@ -503,13 +503,9 @@ async def test_leaving_before_the_first_token_gives_the_request_up(
     server = make_server()
     server.fake.gate.clear()
 
-    async def until_all_run() -> None:
-        while len(server.fake.running) < n:
-            await asyncio.sleep(0)
-
     raw = json.dumps(body(stream=stream, n=n)).encode()
     answer = await server.client.request(
-        "POST", "/v1/completions", [raw], before_leaving=until_all_run
+        "POST", "/v1/completions", [raw], before_leaving=lambda: server.fake.wait_running(n)
     )
     assert not answer.is_complete
     assert len(server.fake.given_up) == n
@@ -558,8 +554,7 @@ async def test_a_cancelled_server_cancels_the_request(make_server: MakeServer) -
     server = make_server()
     server.fake.gate.clear()
     call = asyncio.create_task(server.client.post("/v1/completions", body()))
-    while not server.fake.running:
-        await asyncio.sleep(0)
+    await server.fake.wait_running(1)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
