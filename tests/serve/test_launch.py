@@ -1,0 +1,224 @@
+"""`make serve` as a newcomer meets it: it starts, says how to use it, drains and leaves nothing."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from app.launch_config import find_free, read_config
+from app.process_tree import find_members
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 240
+STOP_LIMIT_S = 15
+
+
+class MakeServe:
+    """A running `make serve PORT=...` and what it printed."""
+
+    def __init__(self, *arguments: str, port: int) -> None:
+        # As at a user's terminal: without what a make that runs these tests passes on.
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+        self.port = port
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            ["make", "serve", f"PORT={port}", *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    @property
+    def output(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not any(line.startswith("  Status") for line in self.lines):
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.1)
+
+    def stop(self, signal_number: signal.Signals) -> float:
+        """Send make (only) a signal; return the seconds until it ended."""
+        start = time.monotonic()
+        self.process.send_signal(signal_number)
+        self.process.wait(timeout=60)
+        self._reader.join()
+        return time.monotonic() - start
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.stop(signal.SIGTERM)
+        self._reader.join()
+
+    def printed(self, label: str) -> str:
+        """What the start's last lines say after a label."""
+        matches = [line for line in self.lines if line.startswith(f"  {label}")]
+        assert len(matches) == 1, self.output
+        return matches[0].removeprefix(f"  {label}").strip()
+
+    def run(self, command: str) -> subprocess.CompletedProcess[str]:
+        """Run a printed command in a second terminal."""
+        environment = self.environment | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        return subprocess.run(
+            command,
+            shell=True,
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[MakeServe]:
+    server = MakeServe(port=find_free())
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.end()
+
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(START_TIMEOUT_S + 120)]
+
+
+def test_the_printed_curl_line_answers(server: MakeServe) -> None:
+    assert server.printed("URL") == f"http://127.0.0.1:{server.port}/v1"
+    result = server.run(f"{server.printed('Try')} --silent --show-error")
+    assert result.returncode == 0, result.stderr
+    body = json.loads(result.stdout)
+    assert body["usage"]["completion_tokens"] == 16
+    assert body["choices"][0]["text"]
+
+
+def test_the_printed_status_command_works_from_a_second_terminal(server: MakeServe) -> None:
+    result = server.run(server.printed("Status"))
+    assert result.returncode == 0, result.stderr
+    assert "status: RUNNING" in result.stdout
+
+
+def test_the_dashboard_takes_the_printed_token(server: MakeServe) -> None:
+    url, token_file = re.fullmatch(
+        r"(\S+)\s+\(token: cat (\S+)\)", server.printed("Dashboard")
+    ).groups()
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=10)
+    connection.request("GET", "/api/serve/applications/")
+    assert connection.getresponse().status == 401
+    connection.close()
+    token = Path(token_file).read_text().strip()
+    connection.request(
+        "GET", "/api/serve/applications/", headers={"Authorization": f"Bearer {token}"}
+    )
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_rays_lines_go_to_the_log_and_progress_to_the_terminal(server: MakeServe) -> None:
+    assert "Started a local Ray instance" in (ROOT / f"run/{server.port}/serve.log").read_text()
+    assert not [line for line in server.lines if "pid=" in line]
+    assert any(line.startswith("Starting Ray") for line in server.lines)
+    assert server.lines[-4].startswith("  URL")
+
+
+def test_no_port_is_shared_with_a_checkout_on_the_usual_ports(server: MakeServe) -> None:
+    config = read_config(ROOT / f"run/{server.port}/serve_config.yaml")
+    environment = config["applications"][0]["runtime_env"]["env_vars"]
+    ports = {value for key, value in environment.items() if key.endswith("_PORT")}
+    assert len(ports) == 5
+    assert not ports & {"8404", "9101", "8500", "30000", "31000"}
+
+
+def test_a_taken_port_is_said_in_a_line(server: MakeServe) -> None:
+    second = MakeServe(port=server.port)
+    second.process.wait(timeout=60)
+    second.end()
+    assert f"port {server.port} on 127.0.0.1 is in use" in second.output
+    assert "Traceback" not in second.output
+
+
+def test_a_public_address_without_a_key_is_refused(server: MakeServe, tmp_path: Path) -> None:
+    text = (ROOT / "serve_config.yaml").read_text().replace("host: 127.0.0.1", "host: 0.0.0.0")
+    public = tmp_path / "public.yaml"
+    public.write_text(text)
+    port = find_free()
+    refused = MakeServe(f"CONFIG={public}", port=port)
+    assert refused.process.wait(timeout=60) != 0
+    refused.end()
+    assert "no API key is configured" in refused.output
+    assert "Traceback" not in refused.output
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", port)) != 0
+
+
+def stream(port: int, num_tokens: int, started: threading.Event, chunks: list[bytes]) -> None:
+    """Stream a completion; `started` is set at its first token."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    body = {"prompt": "Once upon a time", "max_tokens": num_tokens, "ignore_eos": True}
+    model = "smollm2-135m-instruct"
+    connection.request(
+        "POST",
+        "/v1/completions",
+        json.dumps(body | {"model": model, "stream": True}),
+        {"Content-Type": "application/json"},
+    )
+    response = connection.getresponse()
+    for line in response:
+        if line.startswith(b"data:"):
+            chunks.append(line)
+            started.set()
+    connection.close()
+
+
+def check_drain(server: MakeServe, signal_number: signal.Signals) -> None:
+    """Stop a server in the middle of a stream: that is finished, and no process is left."""
+    members = find_members(server.process.pid, server.process.pid)
+    assert len(members) > 5
+    started, chunks = threading.Event(), list[bytes]()
+    client = threading.Thread(target=stream, args=(server.port, 64, started, chunks))
+    client.start()
+    assert started.wait(timeout=60)
+    took_s = server.stop(signal_number)
+    client.join()
+    assert chunks[-1].strip() == b"data: [DONE]", "the running stream was cut"
+    assert took_s <= STOP_LIMIT_S
+    assert "Traceback" not in server.output
+    assert not [pid for pid in members if Path(f"/proc/{pid}").exists()]
+
+
+def test_sigint_to_make_drains_and_leaves_the_neighbour_alone(server: MakeServe) -> None:
+    neighbour = MakeServe(port=find_free())
+    try:
+        neighbour.wait_until_ready()
+        check_drain(neighbour, signal.SIGINT)
+    finally:
+        neighbour.end()
+    assert server.run(f"{server.printed('Try')} --silent --fail").returncode == 0
+
+
+def test_sigterm_to_make_drains(server: MakeServe) -> None:
+    check_drain(server, signal.SIGTERM)
