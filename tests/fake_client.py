@@ -132,9 +132,7 @@ class FakeClient:
                     request_id=request_id,
                     start_index=start,
                     token_ids=new,
-                    result=self._result(request_id, prompt, tokens, reason)
-                    if is_finished
-                    else None,
+                    result=result if is_finished else None,
                 )
                 if is_finished:
                     return
