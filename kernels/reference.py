@@ -111,7 +111,7 @@ def _attend_rows(
     sm_scale: float,
     sliding_window: int | None,
 ) -> jax.Array:
-    """Attend 8 consecutive rows [8, H, D] of one sequence, tile by tile; rows past num_rows give 0."""
+    """Attend 8 consecutive rows [8, H, D] of one sequence; rows past num_rows give zeros."""
     block_rows, num_heads, head_dim = q.shape
     _, kv_rows, page_size, _ = kv_pages.shape
     num_kv_heads = kv_rows // 2
@@ -132,11 +132,11 @@ def _attend_rows(
         keys = tile * tile_keys + jnp.arange(tile_keys)
         # Keys that no row sees may be anything, NaN too: they are gone before any arithmetic.
         is_live = (keys >= oldest) & (keys < num_keys)
-        kv = jnp.where(is_live[:, None], kv.astype(jnp.float32), 0.0)
-        mask = keys <= positions[:, None]
+        kv = jnp.where(is_live[None, None, :, None], kv.astype(jnp.float32), 0.0)
+        mask = is_live[None, :] & (keys[None, :] <= positions[:, None])
         if sliding_window is not None:
-            mask &= keys > positions[:, None] - sliding_window
-        mask = jnp.repeat(mask & is_live, group, axis=0)  # [8 * group, tile_keys]
+            mask &= keys[None, :] > positions[:, None] - sliding_window
+        mask = jnp.repeat(mask, group, axis=0)[None]  # [1, 8 * group, tile_keys]
         scores = jnp.einsum("knd,ktd->knt", queries, kv[:, 0], precision="highest") * sm_scale
         scores = jnp.where(mask, scores, _NO_MAX)
         new_top = jnp.maximum(top, scores.max(axis=-1))

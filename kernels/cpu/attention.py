@@ -102,7 +102,9 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array)
     if k.shape != (num_tokens, num_kv_heads, head_dim) or v.shape != k.shape:
         raise ValueError(f"k and v must be [T, K, D] as q {q.shape}, got {k.shape} and {v.shape}")
     if num_kv_heads == 0 or num_heads % num_kv_heads:
-        raise ValueError(f"the {num_heads} query heads must be a multiple of {num_kv_heads} kv heads")
+        raise ValueError(
+            f"the {num_heads} query heads must be a multiple of {num_kv_heads} kv heads"
+        )
     if head_dim == 0 or head_dim % 8:
         raise ValueError(f"head_dim must be a multiple of 8, got {head_dim}")
     _, rows, page_size, page_dim = kv_pages.shape

@@ -89,7 +89,9 @@ def build() -> Path:
             target.parent.mkdir(exist_ok=True)
             os.replace(built, target)
     except OSError as error:
-        raise NativeUnavailable(f"cannot write the native kernels to {_CACHE_DIR}: {error}") from error
+        raise NativeUnavailable(
+            f"cannot write the native kernels to {_CACHE_DIR}: {error}"
+        ) from error
     return target
 
 
@@ -102,15 +104,27 @@ def fingerprint() -> str:
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(_SOURCE_DIR.iterdir()):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    digest.update(repr((_FLAGS, _isa_flags(), jax.lib.__version__, _cpu_features())).encode())
+    digest.update(repr((_FLAGS, _isa_flags(), jax.__version__, _cpu_features())).encode())
     return digest.hexdigest()
 
 
 def instruction_set() -> str:
-    """Return the instruction set that the kernels use here: a key of the compile table."""
-    name = ctypes.CDLL(str(build())).systole_instruction_set
-    name.restype = ctypes.c_char_p
-    return name().decode()
+    """Return the instruction set in use: "avx512", "avx2" or "generic"."""
+    function = ctypes.CDLL(str(build())).systole_instruction_set
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def use_instruction_set(name: str) -> None:
+    """Make the kernels of this process use `name`, for tests and benches.
+
+    Raises:
+        ValueError: this machine does not run it, or there are no kernels for it.
+    """
+    function = ctypes.CDLL(str(build())).systole_use_instruction_set
+    function.restype = ctypes.c_bool
+    if not function(name.encode()):
+        raise ValueError(f"this machine has no kernels for {name!r}; it uses {instruction_set()!r}")
 
 
 @functools.cache

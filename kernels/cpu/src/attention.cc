@@ -136,7 +136,7 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   const std::string fault = find_fault(args, num_tokens, kv_pages.dimensions()[0]);
   if (!fault.empty()) return ffi::Error::InvalidArgument(fault);
 
-  static const AttentionKernel& kernel = select_kernel();
+  const AttentionKernel& kernel = select_kernel();
   const int64_t num_rows = args.cu_q_lens[args.num_seqs];
   int64_t work = 0;
   const std::vector<AttentionItem> items = plan(args, &work);
@@ -145,10 +145,10 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   const int64_t run = std::clamp<int64_t>(num_items / (num_threads * kChunksPerThread), 1, kMaxRun);
   run_stages(
       pool, num_threads - 1, static_cast<int32_t>((num_rows + kWriteRows - 1) / kWriteRows),
-      [&args, num_rows](int32_t i) {
+      [&args, &kernel, num_rows](int32_t i) {
         kernel.write_rows(args, i * kWriteRows, std::min((i + 1) * kWriteRows, num_rows));
       },
-      static_cast<int32_t>((num_items + run - 1) / run), [&args, &items, run, num_items](int32_t i) {
+      static_cast<int32_t>((num_items + run - 1) / run), [&args, &kernel, &items, run, num_items](int32_t i) {
         kernel.attend(args, items.data() + i * run, std::min(run, num_items - i * run));
       });
 
