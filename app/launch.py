@@ -43,6 +43,7 @@ KILL_GRACE_S = 1.0
 POLL_S = 0.3
 STOP_POLL_S = 0.05
 LOG_TAIL_LINES = 15
+BYTES_FROM = 1_000_000  # no stage but one that counts bytes has so many units
 ALL_INTERFACES = ("0.0.0.0", "::")
 
 
@@ -69,7 +70,14 @@ class StatusLine:
         self._last = ""
 
     def show(self, progress: Progress, elapsed_s: float) -> None:
-        """Show the progress made after `elapsed_s` seconds."""
+        """Show the progress made after `elapsed_s` seconds.
+
+        Where nothing answers, the line stays as it is: the server may just be busy.
+        """
+        if not progress.stage:
+            if self._last:
+                return
+            progress = Progress(is_ready=False, stage="starting Ray")
         if self._is_terminal:
             print(f"\r\x1b[K{describe(progress)} ({elapsed_s:.0f} s)", end="", flush=True)
         elif progress.stage != self._last:
@@ -90,7 +98,9 @@ def describe(progress: Progress) -> str:
         return f"{text} ..."
     filled = 20 * min(progress.done, progress.total) // progress.total
     bar = "#" * filled + "-" * (20 - filled)
-    return f"{text} [{bar}] {progress.done}/{progress.total}"
+    if progress.total < BYTES_FROM:
+        return f"{text} [{bar}] {progress.done}/{progress.total}"
+    return f"{text} [{bar}] {progress.done / 1e6:.0f}/{progress.total / 1e6:.0f} MB"
 
 
 @dataclass(frozen=True, slots=True)

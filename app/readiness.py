@@ -25,7 +25,7 @@ class Progress:
 
     Attributes:
         is_ready: the service answers requests.
-        stage: what is being done now, for people to read.
+        stage: what is being done now, for people to read; "" where nothing answers (yet).
         done: finished units of the stage.
         total: units of the stage; 0 where that is not known.
         model: what clients send as `model`; "" where that is not known.
@@ -53,7 +53,7 @@ def read_progress(service_url: str, dashboard_url: str) -> Progress:
         if progress.is_ready:
             return progress
     else:
-        progress = Progress(is_ready=False, stage="starting Ray")
+        progress = Progress(is_ready=False, stage="")
     status = _get_json(f"{dashboard_url}/api/serve/applications/", headers=dashboard_headers())
     if status is None:
         return progress

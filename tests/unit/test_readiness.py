@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from app.launch import describe
+from app.launch import StatusLine, describe
 from app.readiness import Progress, StartFailed, read_progress
 
 UNREACHABLE = "http://127.0.0.1:9"
@@ -57,7 +57,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def test_nothing_answers_while_ray_starts(server: Server) -> None:
-    assert read_progress(UNREACHABLE, UNREACHABLE) == Progress(is_ready=False, stage="starting Ray")
+    assert read_progress(UNREACHABLE, UNREACHABLE) == Progress(is_ready=False, stage="")
 
 
 def test_a_ready_service_is_ready_whatever_the_dashboard_says(server: Server) -> None:
@@ -81,7 +81,7 @@ def test_serve_speaks_for_a_service_that_does_not_answer(server: Server, tmp_pat
 
 def test_a_page_that_is_no_json_is_no_answer(server: Server) -> None:
     server.answers["/ready"] = (503, b"<html>Service Unavailable</html>")
-    assert read_progress(server.url, UNREACHABLE).stage == "starting Ray"
+    assert read_progress(server.url, UNREACHABLE).stage == ""
 
 
 @pytest.mark.parametrize("service_answers", [True, False])
@@ -99,5 +99,20 @@ def test_an_application_that_serve_gave_up_ends_the_start(
 
 def test_progress_is_shown_in_words() -> None:
     assert describe(Progress(is_ready=False, stage="starting Ray")) == "Starting Ray ..."
-    half = Progress(is_ready=False, stage="compile", done=2, total=4)
-    assert describe(half) == "Compile [##########----------] 2/4"
+    half = Progress(is_ready=False, stage="programs", done=2, total=4)
+    assert describe(half) == "Programs [##########----------] 2/4"
+    whole = Progress(is_ready=False, stage="weights", done=269030016, total=269030016)
+    assert describe(whole) == "Weights [####################] 269/269 MB"
+
+
+def test_a_line_is_printed_per_stage_and_silence_does_not_set_it_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    line = StatusLine()
+    for stage in ("", "", "starting replicas", "", "programs", "programs"):
+        line.show(Progress(is_ready=False, stage=stage), elapsed_s=2.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "Starting Ray ... (2 s)",
+        "Starting replicas ... (2 s)",
+        "Programs ... (2 s)",
+    ]
