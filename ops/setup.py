@@ -48,6 +48,7 @@ def main() -> int:
         check_platform(platform.system(), platform.machine(), platform.libc_ver()[0])
         check_python(sys.version_info[:2])
         install(DEV_LOCK if arguments.dev else RUNTIME_LOCK)
+        add_checkout_to_path()
         if run_module("replicas.models.default_model") != 0:
             raise SetupError("the default model could not be made (see above)")
         build_kernels()
@@ -111,6 +112,18 @@ def install(lock: Path) -> None:
         raise SetupError("pip failed (see above); fix that and run the same command again")
     for installed in {lock, RUNTIME_LOCK}:
         stamp_of(installed).write_text(digest_of(installed), encoding="utf-8")
+
+
+def add_checkout_to_path() -> None:
+    """Let the environment's programs import this checkout from any directory.
+
+    `serve status` needs it: it imports the request router that the running config names.
+    """
+    (site_packages,) = VENV.glob("lib/python3.*/site-packages")
+    path_file = site_packages / "systole.pth"
+    content = f"{ROOT}\n"
+    if not path_file.exists() or path_file.read_text(encoding="utf-8") != content:
+        path_file.write_text(content, encoding="utf-8")
 
 
 def show_progress(lines: Iterable[str], *, num_packages: int) -> None:

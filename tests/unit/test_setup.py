@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,15 @@ def test_an_install_counts_only_for_the_very_lock_it_was_made_from(
     assert checkout.is_installed(lock)
     lock.write_text("a==2\n")
     assert not checkout.is_installed(lock)
+
+
+def test_the_environments_programs_find_the_checkout_from_anywhere(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", "import app.router.pinned as m; print(m.__file__)"]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == str(ROOT / "app" / "router" / "pinned.py")
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
