@@ -52,9 +52,12 @@ def compare(serve: dict[str, Any], engine: dict[str, Any]) -> list[dict[str, Any
             ttft = statistics.median(summary["ttft_ms"][quantile] for summary in over_http)
             bare_ttft = statistics.median(result[f"ttft_{quantile}_ms"] for result in bare)
             row[f"ttft {quantile} +ms"] = ttft - bare_ttft
-        outside = [s["cpu_outside_engine_us_per_token"] for s in over_http]
-        known = [value for value in outside if value is not None]
-        row["outside us/tok"] = statistics.median(known) if known else None
+        for name, key in (
+            ("outside us/tok", "cpu_outside_engine_us_per_token"),
+            ("above idle", "cpu_outside_engine_above_idle_us_per_token"),
+        ):
+            known = [summary[key] for summary in over_http if summary[key] is not None]
+            row[name] = statistics.median(known) if known else None
         rows.append(row)
     return rows
 

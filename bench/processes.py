@@ -124,7 +124,12 @@ class CpuMeter:
 
 
 def outside_engine_us_per_token(
-    cpu: dict[str, float], output_tokens: int, *, engine: str
+    cpu: dict[str, float],
+    output_tokens: int,
+    *,
+    engine: str,
+    idle_share: dict[str, float] | None = None,
+    wall_s: float = 0.0,
 ) -> float | None:
     """Microseconds of server CPU per output token in processes other than the engine's.
 
@@ -132,6 +137,9 @@ def outside_engine_us_per_token(
         cpu: of `CpuMeter.stop`; the client's own share is left out.
         output_tokens: tokens of the interval.
         engine: regular expression for the groups that are the engine.
+        idle_share: CPU seconds per second that each group spends without any request; what it
+            would have spent anyway during `wall_s` is then left out. None: everything counts.
+        wall_s: duration of the interval.
 
     Returns:
         None when no server process or no token was seen.
@@ -139,7 +147,12 @@ def outside_engine_us_per_token(
     server = {group: used for group, used in cpu.items() if group != "client"}
     if not server or not output_tokens:
         return None
-    outside_s = sum(used for group, used in server.items() if not re.search(engine, group))
+    idle = idle_share or {}
+    outside_s = sum(
+        max(0.0, used - idle.get(group, 0.0) * wall_s)
+        for group, used in server.items()
+        if not re.search(engine, group)
+    )
     return round(outside_s / output_tokens * 1e6, 2)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ class Bench:
     client: LoadClient
     arguments: argparse.Namespace
     processes: list[processes.Process]
+    idle_share: dict[str, float]
     objective: Objective
     vocabulary: Vocabulary
 
@@ -68,8 +70,9 @@ class Bench:
         """Run once with CPU accounting around it."""
         meter = processes.CpuMeter(self.processes)
         meter.start()
+        begin_s = time.perf_counter()
         records = await run()
-        cpu = meter.stop()
+        cpu, wall_s = meter.stop(), time.perf_counter() - begin_s
         summary = summarise(records, self.objective)
         tokens = summary["output_tokens"]
         summary["cpu_s"] = cpu
@@ -78,6 +81,15 @@ class Bench:
         )
         summary["cpu_outside_engine_us_per_token"] = processes.outside_engine_us_per_token(
             cpu, tokens, engine=self.arguments.engine_match
+        )
+        summary["cpu_outside_engine_above_idle_us_per_token"] = (
+            processes.outside_engine_us_per_token(
+                cpu,
+                tokens,
+                engine=self.arguments.engine_match,
+                idle_share=self.idle_share,
+                wall_s=wall_s,
+            )
         )
         return {**labels, "summary": summary, "requests": [r.to_json() for r in records]}
 
@@ -202,10 +214,12 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     async with LoadClient(
         base_url, arguments.model, api_key=key, timeout_s=arguments.max_seconds
     ) as client:
+        server_processes = _server_processes(arguments, base_url)
         bench = Bench(
             client=client,
             arguments=arguments,
-            processes=_server_processes(arguments, base_url),
+            processes=server_processes,
+            idle_share=await _idle_share(server_processes, arguments.idle_s),
             objective=Objective(
                 ttft_s=arguments.slo_ttft_ms / 1e3, tpot_s=arguments.slo_tpot_ms / 1e3
             ),
@@ -229,6 +243,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "arguments": shown,
         "server": server,
         "server_processes": sorted({process.group for process in bench.processes}),
+        "server_idle_cpu_share": bench.idle_share,
         "knee": find_knee(_points(runs)),
         "runs": runs,
     }
@@ -262,6 +277,16 @@ def _server_processes(arguments: argparse.Namespace, base_url: str) -> list[proc
     authority = base_url.split("://", 1)[1].split("/", 1)[0]
     port = authority.rpartition(":")[2]
     return processes.find_server(int(port)) if port.isdecimal() else []
+
+
+async def _idle_share(server: list[processes.Process], seconds: float) -> dict[str, float]:
+    """CPU seconds per second of each group while nobody asks: Ray's own background work."""
+    if not server or seconds <= 0:
+        return {}
+    meter = processes.CpuMeter(server)
+    meter.start()
+    await asyncio.sleep(seconds)
+    return {group: round(used / seconds, 5) for group, used in meter.stop().items()}
 
 
 def _compiles(metrics: str) -> float | None:
@@ -310,6 +335,7 @@ def table_row(entry: dict[str, Any]) -> dict[str, Any]:
         "goodput": summary["goodput_requests_per_s"],
         "cached": summary["cached_prompt_tokens"],
         "outside us/tok": summary["cpu_outside_engine_us_per_token"],
+        "above idle": summary["cpu_outside_engine_above_idle_us_per_token"],
         "client us/tok": summary["client_cpu_us_per_token"],
     }
 
@@ -365,6 +391,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--server-pids", type=_integers, default=[], help="account CPU to these processes")
     add("--server-match", default="", help="account CPU to processes whose command line matches")
     add("--engine-match", default="replica:Engine", help="groups of processes that are the engine")
+    add("--idle-s", type=float, default=3.0, help="seconds to watch the idle server before")
     add("--out", type=Path, help="JSON file; default: a new one under bench/results/")
     add("--no-plot", action="store_true")
     return parser.parse_args(argv)

@@ -21,6 +21,7 @@ def serve_report(*, prompt_tokens: int = 128) -> dict[str, Any]:
                 "output_tokens_per_s": rate,
                 "ttft_ms": {"p50": ttft, "p99": 2 * ttft},
                 "cpu_outside_engine_us_per_token": 100.0,
+                "cpu_outside_engine_above_idle_us_per_token": None,
             },
         }
 
@@ -45,6 +46,7 @@ def test_common_concurrencies_are_compared_by_medians() -> None:
     assert row["ttft p50 +ms"] == pytest.approx(7)
     assert row["ttft p99 +ms"] == pytest.approx(14)
     assert row["outside us/tok"] == 100.0
+    assert row["above idle"] is None
 
 
 def test_reports_of_other_lengths_are_not_compared(

@@ -107,7 +107,9 @@ async def fake_server() -> AsyncGenerator[FakeServer]:
 
 
 def arguments(url: str, *more: str) -> Any:
-    return serve.parse_arguments([url, "--model", "toy", "--max-seconds", "20", *more])
+    return serve.parse_arguments(
+        [url, "--model", "toy", "--max-seconds", "20", "--idle-s", "0", *more]
+    )
 
 
 async def test_every_mode_measures_and_the_report_round_trips(tmp_path: Path) -> None:
@@ -178,7 +180,9 @@ async def test_requests_are_greedy_streams_that_ignore_eos() -> None:
 async def test_without_a_name_the_first_listed_model_is_asked_for() -> None:
     async with fake_server() as server:
         result = await serve.run(
-            serve.parse_arguments([server.url, "--concurrency", "1", "--max-tokens", "2"])
+            serve.parse_arguments(
+                [server.url, "--concurrency", "1", "--max-tokens", "2", "--idle-s", "0.1"]
+            )
         )
     assert result["model"] == "toy"
     assert {body["model"] for body in server.bodies} == {"toy"}
@@ -288,6 +292,14 @@ def test_cpu_outside_the_engine_leaves_out_engine_and_client() -> None:
     cpu = {"client": 9.0, "replica:Engine": 5.0, "replica:Ingress": 0.2, "haproxy": 0.1}
     outside = processes.outside_engine_us_per_token(cpu, 1000, engine="replica:Engine")
     assert outside == pytest.approx(300)
+    above_idle = processes.outside_engine_us_per_token(
+        cpu,
+        1000,
+        engine="replica:Engine",
+        idle_share={"haproxy": 0.01, "replica:Ingress": 0.5, "replica:Engine": 1.0},
+        wall_s=2.0,
+    )
+    assert above_idle == pytest.approx(80)  # 0.1 - 2 x 0.01 of haproxy; the ingress was only idle
     assert processes.outside_engine_us_per_token({"client": 1.0}, 1000, engine="x") is None
     assert processes.outside_engine_us_per_token(cpu, 0, engine="replica:Engine") is None
 
