@@ -25,6 +25,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from app.token_sink import TokenQueue, TokenSink
 from replicas.errors import (
+    DeadlineExceeded,
     EngineDead,
     EngineError,
     EngineNotReady,
@@ -46,6 +47,9 @@ logger = logging.getLogger(__name__)
 MAX_MIGRATIONS = 2
 RECONCILE_S = 10.0
 """How long tokens may be missing once the control call has ended, or while a link is down."""
+
+DEADLINE_GRACE_S = 2.0
+"""How long after the deadline the client waits to be told so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +153,7 @@ class LLMClient:
                 excluded_replicas=excluded,
                 traceparent=traceparent,
             )
-            attempt = _Attempt(self, sink, request_id, request)
+            attempt = _Attempt(self, sink, request_id, request, deadline=deadline)
             try:
                 while True:
                     delta = await attempt.queue.get()
@@ -222,7 +226,7 @@ class LLMClient:
         return status
 
     async def close(self) -> None:
-        """Stop receiving. Requests that are running end as lost."""
+        """Stop receiving; requests that are running are aborted and end with an EngineError."""
         sink, self._sink = self._sink, None
         for control in tuple(self._controls):
             control.cancel()
@@ -274,13 +278,20 @@ class _Attempt:
     """
 
     def __init__(
-        self, client: LLMClient, sink: TokenSink, request_id: str, request: GenerateRequest
+        self,
+        client: LLMClient,
+        sink: TokenSink,
+        request_id: str,
+        request: GenerateRequest,
+        *,
+        deadline: float | None,
     ) -> None:
         self.queue = TokenQueue(request_id, first_index=request.output_offset)
         self.queue.on_connection = self._watch_connection
         self._id = request.request_id
         self._sink = sink
         self._timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._is_control_ended = False
         sink.open(self._id, self.queue)
         try:
@@ -290,11 +301,17 @@ class _Attempt:
             raise
         self._control = asyncio.create_task(self._run_control())
         client.track(self._control)
+        if deadline is not None:
+            # Replica and router enforce it; this is for when neither can be heard.
+            loop = asyncio.get_running_loop()
+            self._deadline_timer = loop.call_at(deadline + DEADLINE_GRACE_S, self._on_deadline)
 
     def close(self) -> None:
         """Stop listening; abort the request unless its last delta has arrived."""
         self._sink.discard(self._id)
         self._stop_timer()
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
         if not self.queue.is_complete and not self._is_control_ended:
             self._response.cancel()
             self._control.cancel()
@@ -307,11 +324,12 @@ class _Attempt:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 self._response.cancel()
-                self._lose("the client was closed")
+                self.queue.fail(EngineError("the client was closed"))
                 raise
-            self._lose("the control call was cancelled")
+            self._lose("the control call was cancelled", replica_id=self.queue.replica_id)
         except (RayActorError, TaskCancelledError) as error:
-            self._lose(f"the control call was lost: {error}")
+            # The router was lost: a lost engine replica it would have reported as EngineDead.
+            self._lose(f"the control call was lost: {error}", replica_id=None)
         except Exception as error:
             self.queue.fail(_serving_error(error))
         else:
@@ -325,7 +343,7 @@ class _Attempt:
             if not self.queue.is_complete:
                 self._start_timer("its last tokens did not arrive", replica_id=answer.replica_id)
         elif isinstance(answer, EngineDead):
-            self._lose(answer.message, replica_id=answer.replica_id)
+            self._lose(answer.message, replica_id=answer.replica_id or self.queue.replica_id)
         else:
             assert isinstance(answer, ServingError), type(answer)
             self.queue.fail(answer)
@@ -335,9 +353,10 @@ class _Attempt:
             if not self._is_control_ended:
                 self._stop_timer()
         else:
-            self._start_timer("its connection did not come back")
+            reason = "its connection did not come back"
+            self._start_timer(reason, replica_id=self.queue.replica_id)
 
-    def _start_timer(self, reason: str, *, replica_id: str | None = None) -> None:
+    def _start_timer(self, reason: str, *, replica_id: str) -> None:
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(RECONCILE_S, self._on_timer, reason, replica_id)
@@ -347,13 +366,15 @@ class _Attempt:
             self._timer.cancel()
             self._timer = None
 
-    def _on_timer(self, reason: str, replica_id: str | None) -> None:
+    def _on_deadline(self) -> None:
+        self.queue.fail(DeadlineExceeded("the time budget was spent, and the service is silent"))
+
+    def _on_timer(self, reason: str, replica_id: str) -> None:
         if not self.queue.is_complete:
             self._lose(f"{reason} within {RECONCILE_S:.0f} s", replica_id=replica_id)
 
-    def _lose(self, reason: str, *, replica_id: str | None = None) -> None:
-        replica_id = replica_id or self.queue.replica_id or None
-        self.queue.fail(_AttemptLostError(reason, replica_id=replica_id))
+    def _lose(self, reason: str, *, replica_id: str | None) -> None:
+        self.queue.fail(_AttemptLostError(reason, replica_id=replica_id or None))
 
 
 def _remaining(sampling: SamplingParams, num_received: int) -> SamplingParams:

@@ -228,8 +228,9 @@ class EngineDeployment:
                 engine.check_health()
             except EngineDead as error:
                 logger.exception("the engine of replica %s is dead", self._replica_id)
-                assert self._events is not None
-                self._events.shutdown()
+                events, self._events = self._events, None  # so that no renewal revives it
+                assert events is not None
+                events.shutdown()
                 self._stream.fail(EngineDead(error.message, replica_id=self._replica_id))
                 return
             await asyncio.sleep(HEALTH_INTERVAL_S)

@@ -58,6 +58,7 @@ class LoadEvents:
         self._sent_load = ReplicaLoad()
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._due_at = 0.0
         self._subscribers: dict[str, _Subscriber] = {}
 
     @property
@@ -84,7 +85,7 @@ class LoadEvents:
         due_at = self._sent_at + MIN_INTERVAL_S
         if loop.time() >= due_at:
             self._flush()
-        elif self._timer.when() > due_at:
+        elif self._due_at > due_at:
             self._arm(due_at - loop.time())
 
     def shutdown(self) -> None:
@@ -99,7 +100,9 @@ class LoadEvents:
     def _arm(self, delay_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(delay_s, self._flush)
+        loop = asyncio.get_running_loop()
+        self._due_at = loop.time() + delay_s
+        self._timer = loop.call_later(delay_s, self._flush)
 
     def _flush(self) -> None:
         """Send one event to every subscriber whose lease holds."""

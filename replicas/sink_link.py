@@ -229,8 +229,8 @@ class SinkLink:
                 if connection.was_welcomed:
                     give_up_at = self._loop.time() + self._retry_for_s
                     delay_s = FIRST_RETRY_S
-                    if not self._is_wanted():
-                        break
+            if not self._is_wanted():
+                break
             if self._loop.time() + delay_s > give_up_at:
                 reason = f"the sink could not be reached for {self._retry_for_s:.0f} s"
                 break

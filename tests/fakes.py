@@ -51,6 +51,8 @@ class FakeEngineOptions:
     page_size: int = 16
     max_model_len: int = 4096
     kill_marker: str | None = None
+    start_s: float = 0.0
+    dies_at_step: int | None = None
 
 
 @dataclass
@@ -155,6 +157,8 @@ class FakeEngineLoop:
                 if self._is_stopping:
                     return
             time.sleep(self._options.step_s)
+            if self._num_steps == self._options.dies_at_step:
+                self._death = "the device failed"
             if self._death is None:
                 events = self.step()
                 if self._on_step is not None:
@@ -242,7 +246,9 @@ class StartFakeEngine:
         /,
     ) -> FakeEngineLoop:
         del config
-        report_progress("load weights", 1, 1)
+        report_progress("load weights", 1, 2)
+        time.sleep(self.options.start_s)
+        report_progress("load weights", 2, 2)
         return FakeEngineLoop(self.options, on_step)
 
 

@@ -90,6 +90,7 @@ class RouterDeployment:
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, _Call] = {}
         self._wakeup: asyncio.TimerHandle | None = None
+        self._wakeup_at = math.inf
         host = cast(str, ray.util.get_node_ip_address())  # pyright: ignore[reportUnknownMemberType]
         self._events = EventSink(self._feed, host=host)
         # gRPC and pickle: 1.8 ms a call against 5.8 ms for an actor call.
@@ -192,7 +193,7 @@ class RouterDeployment:
                 raise
             # The core gave the replica up, or the replica's side of the call was cancelled.
             return call.answer or EngineDead(f"replica {target} left", replica_id=target)
-        if isinstance(answer, EngineNotReady):
+        if isinstance(answer, EngineNotReady | EngineDead):
             self._feed(ReplicaSuspected(answer.replica_id or target))
         assert isinstance(answer, GenerateResult | ServingError), type(answer)
         return answer
@@ -219,14 +220,15 @@ class RouterDeployment:
 
     def _set_wakeup(self) -> None:
         due_at = self._core.next_wakeup()
+        if due_at == self._wakeup_at:
+            return
         if self._wakeup is not None:
-            if self._wakeup.when() == due_at:
-                return
             self._wakeup.cancel()
+        self._wakeup_at = due_at
         self._wakeup = None if due_at == math.inf else self._loop.call_at(due_at, self._wake)
 
     def _wake(self) -> None:
-        self._wakeup = None
+        self._wakeup, self._wakeup_at = None, math.inf
         self._feed(Ticked(is_second=False))
 
     async def _keep_ticking(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from app.client import LLMClient
@@ -20,11 +21,24 @@ from app.router.deployment import RouterDeployment
 from app.router.pinned import PinnedRequestRouter
 from replicas.config import EngineConfig
 from replicas.deployment import EngineDeployment
-from replicas.errors import ContextLengthExceeded, DeadlineExceeded, Overloaded, ServingError
+from replicas.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineNotReady,
+    Overloaded,
+    ServingError,
+)
 from replicas.wire import FinishReason, SamplingParams, ServiceStatus
 from tests.fakes import KILL_TOKEN, FakeEngineOptions, StartFakeEngine, fake_output
 
 pytestmark = pytest.mark.ray
+
+
+ONE_LOOP = {
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+"""What RAY_SERVE_THROUGHPUT_OPTIMIZED changes for replicas that are not the ingress."""
 
 
 def deploy(
@@ -33,22 +47,25 @@ def deploy(
     *,
     num_replicas: int = 1,
     router: RouterConfig | None = None,
+    env_vars: dict[str, str] | None = None,
 ) -> DeploymentHandle[Any]:
+    actor_options = {"num_cpus": 0, "runtime_env": {"env_vars": env_vars or {}}}
     engine = serve.deployment(
         EngineDeployment,
         name="Engine",
         num_replicas=num_replicas,
         max_ongoing_requests=1000,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=actor_options,
         request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
-        graceful_shutdown_timeout_s=5,
+        graceful_shutdown_timeout_s=30,
+        health_check_period_s=1,
         graceful_shutdown_wait_loop_s=0.1,
     ).bind(EngineConfig(model="fake"), StartFakeEngine(options))
     router_app = serve.deployment(
         RouterDeployment,
         name="Router",
         max_ongoing_requests=1000,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=actor_options,
         graceful_shutdown_wait_loop_s=0.1,
     ).bind(engine, router or RouterConfig())
     return serve.run(router_app, name=name, route_prefix=None)
@@ -91,9 +108,13 @@ async def connected(
     await client.close()
 
 
-@pytest.fixture(scope="module")
-def two_replicas(serve_port: int) -> DeploymentHandle[Any]:
-    return deploy("two", FakeEngineOptions(), num_replicas=2)
+@pytest.fixture(scope="module", params=["separate threads", "one loop"])
+def two_replicas(
+    serve_port: int, request: pytest.FixtureRequest
+) -> Iterator[DeploymentHandle[Any]]:
+    env_vars = ONE_LOOP if request.param == "one loop" else {}
+    yield deploy("two", FakeEngineOptions(), num_replicas=2, env_vars=env_vars)
+    serve.delete("two")
 
 
 async def test_sixteen_parallel_choices_complete(two_replicas: DeploymentHandle[Any]) -> None:
@@ -241,3 +262,65 @@ async def test_a_killed_replica_costs_no_token(serve_port: int, tmp_path: Path) 
         survivors = {completion.result.replica_id for completion in completions}
         assert len(survivors) == 1
     serve.delete("fragile")
+
+
+async def test_scaling_down_breaks_no_stream(serve_port: int) -> None:
+    options = FakeEngineOptions(step_s=0.02)
+    handle = deploy("shrinking", options, num_replicas=2)
+    async with connected(handle, num_replicas=2) as client:
+        tasks = [
+            asyncio.create_task(client.complete((5, n), SamplingParams(max_tokens=400)))
+            for n in range(16)
+        ]
+        await until(client, lambda s: all(load.num_running for load in s.replicas.values()))
+        before = await client.status()
+        await asyncio.to_thread(deploy, "shrinking", options, num_replicas=1)
+        await until(client, lambda status: len(status.replicas) == 1, timeout_s=6)
+        after = await client.complete((6,), SamplingParams(max_tokens=5))
+        completions = await asyncio.gather(*tasks)
+        (survivor,) = (await client.status()).replicas
+    assert [c.token_ids for c in completions] == [fake_output((5, n), 400) for n in range(16)]
+    # Nothing migrated: what the leaving replica ran, it finished; new requests avoid it.
+    assert {c.result.replica_id for c in completions} == set(before.replicas)
+    assert after.result.replica_id == survivor
+    serve.delete("shrinking")
+
+
+async def test_a_dead_engine_is_migrated_from_and_replaced(serve_port: int) -> None:
+    """The device thread dies and the process lives: health check, migration, new replica."""
+    handle = deploy("sick", FakeEngineOptions(step_s=0.02, dies_at_step=60), num_replicas=1)
+    async with connected(handle) as client:
+        (first,) = (await client.status()).replicas
+        completion = await asyncio.wait_for(
+            client.complete((3,), SamplingParams(max_tokens=100)), timeout=60
+        )
+    assert completion.token_ids == fake_output((3,), 100)
+    assert completion.result.replica_id != first
+    serve.delete("sick")
+
+
+async def test_a_starting_replica_shows_its_progress(serve_port: int) -> None:
+    options = FakeEngineOptions(start_s=3.0)
+    deployment = asyncio.create_task(asyncio.to_thread(deploy, "slow", options))
+    give_up_at = time.monotonic() + 30
+    while True:
+        try:
+            client = LLMClient(serve.get_deployment_handle("Router", "slow"), host="127.0.0.1")
+            status = await client.status()
+            if status.startup:
+                break
+        except (KeyError, ServingError, RayServeException):
+            pass  # the router itself is still being deployed
+        assert time.monotonic() < give_up_at
+        await asyncio.sleep(0.1)
+    assert not status.ready
+    (progress,) = status.startup
+    assert (progress.stage, progress.done, progress.total) == ("load weights", 1, 2)
+    with pytest.raises(EngineNotReady) as caught:
+        await client.complete((1,), SamplingParams(max_tokens=1))
+    assert caught.value.retry_after_s
+    await deployment
+    status = await until(client, lambda status: status.ready)
+    assert status.startup == ()
+    await client.close()
+    serve.delete("slow")

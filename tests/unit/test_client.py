@@ -15,6 +15,7 @@ from ray.serve.handle import DeploymentHandle
 import app.client
 from app.client import LLMClient
 from replicas.errors import (
+    DeadlineExceeded,
     EngineDead,
     EngineError,
     EngineNotReady,
@@ -213,8 +214,33 @@ async def test_a_lost_replica_costs_no_token(service: Service, *, names_the_dead
     num_kept = second.output_offset
     assert second.prompt_token_ids == (7, 8, *received[:num_kept])
     assert second.sampling == params(100 - num_kept, seed=9)
-    assert second.excluded_replicas == ("a",)
+    assert second.excluded_replicas == (("a",) if names_the_dead else ())
     assert first.request_id != second.request_id
+
+
+async def test_a_lost_router_excludes_no_replica(service: Service) -> None:
+    def lose() -> None:
+        raise ActorUnavailableError("the router is gone", None)
+
+    service.router.script.append(lose)
+    completion = await service.client.complete((1,), params(5))
+    assert completion.token_ids == fake_output((1,), 5)
+    assert service.router.requests[1].excluded_replicas == ()
+
+
+async def test_a_deadline_is_kept_even_when_nobody_answers(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app.client, "DEADLINE_GRACE_S", 0.01)
+    service.router.replicas = []
+    silence = asyncio.Event()
+
+    async def generate(request: GenerateRequest) -> None:
+        await silence.wait()
+
+    monkeypatch.setattr(service.router, "generate", generate)
+    with pytest.raises(DeadlineExceeded, match="silent"):
+        await service.client.complete((1,), params(5), timeout_s=0.05)
 
 
 async def test_sixteen_streams_survive_a_lost_replica(service: Service) -> None:
@@ -345,5 +371,5 @@ async def test_closing_the_client_ends_what_runs(service: Service) -> None:
     await asyncio.sleep(0.05)
     await service.client.close()
     for task in tasks:
-        with pytest.raises(ServingError):
+        with pytest.raises(EngineError, match="client was closed"):
             await task
