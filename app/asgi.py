@@ -201,8 +201,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if scope["type"] == "http" and path not in _OPEN_PATHS:
+        if scope["type"] == "http" and _path(scope) not in _OPEN_PATHS:
             authorization = next((v for k, v in scope["headers"] if k == b"authorization"), None)
             try:
                 check_key(authorization, self._key_hashes)
@@ -210,3 +209,8 @@ class AuthMiddleware:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _path(scope: Scope) -> str:
+    """The path below the application's route prefix."""
+    return scope["path"].removeprefix(scope.get("root_path", ""))

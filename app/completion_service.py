@@ -63,6 +63,11 @@ class TokenClient(Protocol):
         """Stream the tokens of one sequence; closing it aborts the sequence."""
         ...
 
+    @property
+    def num_open(self) -> int:
+        """Sequences whose tokens are still expected."""
+        ...
+
     async def status(self) -> ServiceStatus:
         """Ask the router."""
         ...

@@ -285,9 +285,9 @@ class _SystemEndpoints:
             async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 status = await self._client.status()
         except (ServingError, TimeoutError):
-            text = self._metrics.render({}, num_queued=0)
-        else:
-            text = self._metrics.render(status.replicas, num_queued=status.num_queued)
+            status = None
+        self._metrics.open_sequences.set(self._client.num_open)
+        text = self._metrics.render(status)
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
     async def _model(self) -> dict[str, object]:

@@ -6,7 +6,7 @@ through the load balancer reaches any one of them. Per-token cost: one histogram
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from replicas.wire import ReplicaLoad
+from replicas.wire import ReplicaLoad, ServiceStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -79,6 +79,12 @@ class IngressMetrics:
             buckets=_ITL_BUCKETS,
             registry=registry,
         ).labels(ingress_id)
+        self.open_sequences = Gauge(
+            "systole_token_sink_entries",
+            "Sequences whose tokens this ingress is waiting for.",
+            label,
+            registry=registry,
+        ).labels(ingress_id)
         self.prompt_tokens = Counter(
             "systole_prompt_tokens", "Prompt tokens of finished requests.", label, registry=registry
         ).labels(ingress_id)
@@ -97,27 +103,36 @@ class IngressMetrics:
         self._requests.labels(self._ingress_id, endpoint, str(status)).inc()
         self._duration.labels(self._ingress_id, endpoint).observe(duration_s)
 
-    def render(self, loads: Mapping[str, ReplicaLoad], *, num_queued: int) -> bytes:
-        """Return the exposition text of the ingress and of the engines that it knows of."""
-        engines = CollectorRegistry()
-        engines.register(_EngineCollector(loads, num_queued))
-        return generate_latest(self._registry) + generate_latest(engines)
+    def render(self, status: ServiceStatus | None) -> bytes:
+        """Return the exposition text of the ingress, and of what the router knows, if anything."""
+        text = generate_latest(self._registry)
+        if status is None:
+            return text
+        others = CollectorRegistry()
+        others.register(_StatusCollector(status))
+        return text + generate_latest(others)
 
 
-class _EngineCollector(Collector):
-    """One sample per replica and field of its last load report."""
+class _StatusCollector(Collector):
+    """The router's counts, and one sample per replica and field of its last load report."""
 
-    def __init__(self, loads: Mapping[str, ReplicaLoad], num_queued: int) -> None:
-        self._loads = loads
-        self._num_queued = num_queued
+    def __init__(self, status: ServiceStatus) -> None:
+        self._status = status
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metric families."""
-        queue = GaugeMetricFamily("systole_router_queued_requests", "Requests held by the router.")
-        queue.add_metric([], self._num_queued)
-        yield queue
+        yield GaugeMetricFamily(
+            "systole_router_queued_requests",
+            "Requests that wait in the router.",
+            value=self._status.num_queued,
+        )
+        yield GaugeMetricFamily(
+            "systole_router_inflight_requests",
+            "Requests that the router sent and that have not ended.",
+            value=self._status.num_inflight,
+        )
         for field in fields(ReplicaLoad):
-            samples = [(i, getattr(load, field.name)) for i, load in self._loads.items()]
+            samples = [(i, getattr(load, field.name)) for i, load in self._status.replicas.items()]
             yield _family(field.name, samples)
 
 

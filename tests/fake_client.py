@@ -77,6 +77,10 @@ class FakeClient:
         self.gate = asyncio.Event()
         self.gate.set()
 
+    @property
+    def num_open(self) -> int:
+        return len(self.running)
+
     async def status(self) -> ServiceStatus:
         return self.state
 

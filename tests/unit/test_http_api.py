@@ -42,7 +42,7 @@ class Server:
     metrics: IngressMetrics
 
     def samples(self, name: str) -> dict[tuple[str, ...], float]:
-        text = self.metrics.render({}, num_queued=0).decode()
+        text = self.metrics.render(None).decode()
         return {
             tuple(v for k, v in sorted(sample.labels.items()) if k != "ingress"): sample.value
             for family in text_string_to_metric_families(text)
@@ -550,6 +550,21 @@ async def test_leaving_while_the_body_is_sent_is_no_error(make_server: MakeServe
     assert server.fake.calls == []
 
 
+async def test_the_app_starts_and_stops_under_a_server(make_server: MakeServer) -> None:
+    messages = iter([{"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}])
+    answers: list[str] = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        answers.append(message["type"])
+
+    scope = {"type": "lifespan", "asgi": {"version": "3.0"}, "state": {}}
+    await make_server().client._app(scope, receive, send)
+    assert answers == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+
+
 async def test_a_cancelled_server_cancels_the_request(make_server: MakeServer) -> None:
     server = make_server()
     server.fake.gate.clear()
@@ -627,6 +642,7 @@ async def test_metrics_count_requests_and_show_engines(make_server: MakeServer) 
         server.fake.state,
         replicas={"r1": ReplicaLoad(num_compiles_after_warmup=2, num_steps=7, step_s=0.5)},
         num_queued=4,
+        num_inflight=3,
     )
     whole = (await server.client.post("/v1/completions", body())).json()
     await server.client.post("/v1/completions", body(temperature=9))
@@ -653,6 +669,8 @@ async def test_metrics_count_requests_and_show_engines(make_server: MakeServer) 
     assert samples["systole_engine_steps_total", replica] == 7
     assert samples["systole_engine_step_seconds", replica] == 0.5
     assert samples["systole_router_queued_requests", ()] == 4
+    assert samples["systole_router_inflight_requests", ()] == 3
+    assert samples["systole_token_sink_entries", (ingress,)] == 0
 
 
 async def test_keys_protect_everything_but_the_probes(make_server: MakeServer) -> None:

@@ -1,0 +1,350 @@
+"""The whole service over real Ray and a real engine, driven by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from app.build import build
+from app.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.ray
+
+MODEL_DIR = Path(__file__).parents[2] / "models" / "smollm2-135m-instruct"
+KEY = "test-key"
+MAX_MODEL_LEN = 1024
+PROMPT = "The capital of France is"
+# What must read the same before and after any load.
+IDLE_GAUGES = (
+    "systole_engine_running",
+    "systole_engine_waiting",
+    "systole_engine_free_pages",
+    "systole_engine_pending_prefill_tokens",
+    "systole_router_queued_requests",
+    "systole_router_inflight_requests",
+    "systole_token_sink_entries",
+)
+
+
+@dataclass(frozen=True)
+class Service:
+    url: str
+    handle: DeploymentHandle[Any]
+
+    def client(self, key: str = KEY) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    async def gauges(self) -> dict[str, float]:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with (
+            aiohttp.ClientSession(headers=headers) as session,
+            session.get(f"{self.url}/metrics") as response,
+        ):
+            text = await response.text()
+        families = text_string_to_metric_families(text)
+        return {sample.name: sample.value for family in families for sample in family.samples}
+
+    async def until_idle(self, before: dict[str, float]) -> None:
+        """Wait until everything that a request holds has been given back."""
+        give_up_at = time.monotonic() + 30
+        while True:
+            gauges = await self.gauges()
+            now = {name: gauges[name] for name in IDLE_GAUGES}
+            if now == {name: before[name] for name in IDLE_GAUGES}:
+                return
+            assert time.monotonic() < give_up_at, (now, before)
+            await asyncio.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def service(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    keys_file = tmp_path_factory.mktemp("keys") / "api_keys"
+    keys_file.write_text(f"{KEY}\n", encoding="utf-8")
+    application = build(
+        {
+            "model": str(MODEL_DIR),
+            "engine": {
+                "platform": "cpu",
+                "max_num_seqs": 8,
+                "max_model_len": MAX_MODEL_LEN,
+                "max_num_batched_tokens": 128,
+                "max_mixed_tokens": 32,
+                "kv_cache_bytes": 1 << 27,
+                "program_store": str(MODEL_DIR.parents[1] / ".cache" / "programs"),
+            },
+            "ingress": {"api_keys_file": str(keys_file), "max_body_bytes": 1 << 20},
+        }
+    )
+    handle = serve.run(application, name="api", route_prefix="/api")
+    service = Service(f"http://127.0.0.1:{serve_port}/api", handle)
+    asyncio.run(wait_until_ready(service))
+    yield service
+    gauges = asyncio.run(service.gauges())
+    serve.delete("api")
+    assert gauges["systole_engine_compiles_after_warmup_total"] == 0
+
+
+async def wait_until_ready(service: Service) -> None:
+    async with aiohttp.ClientSession() as session:
+        for _ in range(300):
+            async with session.get(f"{service.url}/ready") as response:
+                if response.status == 200:
+                    return
+            await asyncio.sleep(0.1)
+    pytest.fail("not ready after 30 s")
+
+
+@pytest.fixture
+async def client(service: Service) -> AsyncIterator[AsyncOpenAI]:
+    async with service.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(MODEL_DIR)
+
+
+MODEL = MODEL_DIR.name
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0}
+
+
+async def test_a_completion_whole_and_streamed(client: AsyncOpenAI) -> None:
+    whole = await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=12)
+    [choice] = whole.choices
+    assert "Paris" in choice.text
+    assert choice.finish_reason == "length"
+    assert whole.usage is not None
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 12)
+    stream = await client.completions.create(
+        **GREEDY,
+        prompt=PROMPT,
+        max_tokens=12,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == choice.text
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+async def test_a_chat_whole_and_streamed(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+    messages: Any = [
+        {"role": "system", "content": "Answer in one word."},
+        {"role": "user", "content": [{"type": "text", "text": "What is the capital of Italy?"}]},
+    ]
+    whole = await client.chat.completions.create(**GREEDY, messages=messages, max_tokens=20)
+    message = whole.choices[0].message
+    assert message.content is not None
+    assert "Rome" in message.content
+    assert whole.choices[0].finish_reason == "stop"
+    stream = await client.chat.completions.create(
+        **GREEDY, messages=messages, max_completion_tokens=20, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+async def test_text_is_what_the_token_ids_say(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+    answer = await client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=64,
+        temperature=1.5,
+        seed=3,
+        extra_body={"return_token_ids": True, "ignore_eos": True, "skip_special_tokens": False},
+    )
+    choice: Any = answer.choices[0]
+    assert len(choice.token_ids) == 64
+    assert choice.text == tokenizer.decode(choice.token_ids, skip_special_tokens=False)
+    assert choice.prompt_token_ids == tokenizer.encode(PROMPT, add_special_tokens=True)
+
+
+async def test_the_four_kinds_of_prompts_agree(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
+    texts = [PROMPT, "Once upon a time"]
+    ids = [tokenizer.encode(text, add_special_tokens=True) for text in texts]
+    single = [
+        (await client.completions.create(**GREEDY, prompt=prompt, max_tokens=8)).choices[0].text
+        for prompt in (*texts, *ids)
+    ]
+    assert single[:2] == single[2:]
+    for prompts in (texts, ids):
+        batch = await client.completions.create(**GREEDY, prompt=prompts, max_tokens=8)
+        assert [choice.text for choice in batch.choices] == single[:2]
+
+
+async def test_choices_differ_and_repeat_with_the_seed(client: AsyncOpenAI) -> None:
+    async def texts(**options: Any) -> list[str]:
+        answer = await client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=10, temperature=1.2, **options
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = await texts(n=16, seed=42)
+    assert len(set(first)) > 8
+    assert await texts(n=16, seed=42) == first
+    assert await texts(n=1, seed=42) == first[:1]
+    assert await texts(n=4, seed=43) != first[:4]
+
+
+async def test_a_stop_string_across_tokens_ends_the_sequence(
+    service: Service, client: AsyncOpenAI
+) -> None:
+    before = await service.gauges()
+    whole = await client.completions.create(**GREEDY, prompt=PROMPT, max_tokens=40)
+    text = whole.choices[0].text
+    stop = text[7:15]
+    stream = await client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=40, stop=[stop], stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text[: text.index(stop)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    await service.until_idle(before)
+
+
+async def test_a_repeated_prompt_is_found_in_the_prefix_cache(client: AsyncOpenAI) -> None:
+    prompt = "A long shared beginning, told many times. " * 8
+    answers = [
+        await client.completions.create(**GREEDY, prompt=prompt, max_tokens=8) for _ in range(2)
+    ]
+    assert answers[0].choices == answers[1].choices
+    usage = answers[1].usage
+    assert usage is not None
+    assert usage.prompt_tokens_details is not None
+    assert usage.prompt_tokens_details.cached_tokens
+    assert 32 <= usage.prompt_tokens_details.cached_tokens < usage.prompt_tokens
+
+
+async def test_errors_arrive_as_the_clients_own_exceptions(
+    service: Service, client: AsyncOpenAI
+) -> None:
+    async def failing(**options: Any) -> openai.APIStatusError:
+        with pytest.raises(openai.APIStatusError) as info:
+            await client.completions.create(**{**GREEDY, "prompt": PROMPT, **options})
+        return info.value
+
+    assert isinstance(await failing(model="other"), openai.NotFoundError)
+    assert isinstance(await failing(temperature=1e9), openai.BadRequestError)
+    error = await failing(prompt="word " * 3000)
+    assert (error.status_code, error.code) == (400, "context_length_exceeded")
+    error = await failing(prompt=[1, 10**6])
+    assert (error.status_code, error.param) == (400, "prompt")
+    error = await failing(logprobs=5)
+    assert (error.code, error.param) == ("unsupported_parameter", "logprobs")
+    async with service.client("wrong") as stranger:
+        with pytest.raises(openai.AuthenticationError):
+            await stranger.models.list()
+
+
+async def test_a_huge_body_is_refused(service: Service) -> None:
+    async def body() -> AsyncIterator[bytes]:
+        for _ in range(50):
+            yield b" " * (1 << 20)
+
+    headers = {"Authorization": f"Bearer {KEY}"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(
+            f"{service.url}/v1/completions", data=io.BytesIO(b" " * (5 << 20))
+        ) as response:
+            assert response.status == 413
+            assert (await response.json())["error"]["code"] == "payload_too_large"
+        try:
+            async with session.post(f"{service.url}/v1/completions", data=body()) as response:
+                assert response.status == 413
+        except aiohttp.ClientConnectionError:
+            pass  # the server may also hang up while the client still sends
+
+
+async def test_models_health_and_version(service: Service, client: AsyncOpenAI) -> None:
+    assert [model.id async for model in client.models.list()] == [MODEL]
+    assert (await client.models.retrieve(MODEL)).id == MODEL
+    async with aiohttp.ClientSession() as session:
+        async with session.get(
+            f"{service.url}/health", headers={"X-Request-Id": "my-id"}
+        ) as response:
+            assert response.status == 200
+            assert response.headers.getall("X-Request-Id") == ["my-id"]
+        async with session.get(f"{service.url}/version") as response:
+            assert response.status == 401
+
+
+async def test_a_handle_streams_without_http(service: Service) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    handle = service.handle.options(stream=True)
+    items = [item async for item in handle.generate.remote(body)]
+    *deltas, last = items
+    assert "Paris" in "".join(item["text"] for item in deltas)
+    assert sum(len(item["token_ids"]) for item in deltas) == 12
+    assert deltas[-1]["finish_reason"] == "length"
+    assert last["usage"]["completion_tokens"] == 12
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+    assert [item async for item in handle.generate.remote(chat)]
+    with pytest.raises(Exception, match="temperature"):
+        _ = [item async for item in handle.generate.remote({**body, "temperature": 9})]
+
+
+async def test_200_requests_of_which_half_disconnect_leave_nothing_behind(
+    service: Service,
+) -> None:
+    before = await service.gauges()
+    rng = random.Random(0)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    outcomes: list[str] = []
+
+    async def one(session: aiohttp.ClientSession, index: int) -> None:
+        # Half leave: some in the queue or during prefill, some in mid-stream.
+        leaves_after_s = rng.uniform(0, 1.5) if index % 2 else None
+        body = {
+            "model": MODEL,
+            "prompt": " ".join(rng.choices(["river", "stone", "light"], k=rng.randint(4, 300))),
+            "max_tokens": rng.randint(4, 24),
+            "stream": bool(index % 3),
+            "ignore_eos": True,
+        }
+        try:
+            async with asyncio.timeout(leaves_after_s):
+                async with session.post(f"{service.url}/v1/completions", json=body) as response:
+                    content = await response.read()
+                    assert response.status == 200, content
+                    if body["stream"]:
+                        assert content.endswith(b"data: [DONE]\n\n")
+                        assert b'"error"' not in content
+                    else:
+                        usage = json.loads(content)["usage"]
+                        assert usage["completion_tokens"] == body["max_tokens"]
+                    outcomes.append("complete")
+        except TimeoutError:
+            assert leaves_after_s is not None
+            outcomes.append("left")
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
+        semaphore = asyncio.Semaphore(40)
+
+        async def limited(index: int) -> None:
+            async with semaphore:
+                await one(session, index)
+
+        await asyncio.gather(*map(limited, range(200)))
+    assert outcomes.count("complete") >= 100
+    assert outcomes.count("left") >= 20
+    await service.until_idle(before)
