@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from replicas.models.layers import row_sum
+
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
@@ -121,10 +123,10 @@ def _sample_candidates(
     needs_total = is_random & has_top_p & ~has_top_k
     total = lax.cond(
         jnp.any(needs_total),
-        lambda: jnp.sum(_vocabulary_weights(logits, arrays.temperature), axis=1),
+        lambda: row_sum(_vocabulary_weights(logits, arrays.temperature)),
         lambda: jnp.zeros_like(arrays.temperature),
     )
-    total = jnp.where(has_top_k, jnp.sum(weights, axis=1), total)
+    total = jnp.where(has_top_k, row_sum(weights), total)
     mass = jnp.cumsum(weights, axis=1)
     # The nucleus ends at the first token whose cumulative mass reaches top_p.
     end = jnp.sum(mass < (arrays.top_p * total)[:, None], axis=1)

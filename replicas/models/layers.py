@@ -1,8 +1,8 @@
 """Building blocks that the families share: projection, norm, rotary embedding, gated MLP.
 
 Pure functions on arrays of one shard. Invariant: the bits of a row depend on that row alone.
-Weights are [N, K] (out, in) and rows are never fewer than 8, which is what makes XLA's CPU dots and
-row reductions independent of the number of rows.
+Weights are [N, K] (out, in) and rows are never fewer than 8, which is what makes XLA's CPU dots
+independent of the number of rows.
 """
 
 from __future__ import annotations
@@ -41,8 +41,18 @@ def rms_norm(
 ) -> Float32[Array, "T M"]:
     """Scale each row to unit root mean square, in f32 (Zhang & Sennrich 2019)."""
     x = x.astype(jnp.float32)
-    mean_square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    mean_square = row_sum(jnp.square(x))[:, None] / x.shape[1]
     return x * lax.rsqrt(mean_square + eps) * weight[None, :]
+
+
+def row_sum(x: Float32[Array, "T K"]) -> Float32[Array, " T"]:
+    """Sum each row, as a product with ones.
+
+    On CPU, XLA sums rows in one order below 4,096 elements and in another from there on, so the
+    bits of `jnp.sum` depend on the number of rows; those of a dot do not.
+    """
+    ones = jnp.ones((8, x.shape[1]), jnp.float32)
+    return linear(x, ones)[:, 0]
 
 
 def embed(
