@@ -95,6 +95,8 @@ class StartEngine(Protocol):
 class EngineDeployment:
     """One replica. Bind undecorated; the deployment's options come from the configuration."""
 
+    _engine: RunningEngine | None = None  # also when the constructor fails, for __del__
+
     def __init__(self, config: EngineConfig, start_engine: StartEngine | None = None) -> None:
         """Begin to start the engine; `check_health` waits for it, so Serve routes nothing before.
 
@@ -108,7 +110,6 @@ class EngineDeployment:
         self._config = config
         self._start_engine = start_engine
         self._loop = asyncio.get_running_loop()
-        self._engine: RunningEngine | None = None
         self._stream = TokenStream(self._replica_id, self._abort)
         self._events: LoadEvents | None = None
         self._metrics = EngineMetrics()

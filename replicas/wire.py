@@ -97,7 +97,7 @@ class GenerateResult:
     Attributes:
         request_id: as in the request.
         finish_reason: why it ended.
-        num_output_tokens: tokens that this attempt produced; the caller is done when it holds as many.
+        num_output_tokens: tokens that this attempt produced; with as many the caller is done.
         num_prompt_tokens: length of the attempt's prompt.
         num_cached_tokens: prompt tokens found in the prefix cache.
         replica_id: the replica that ran it.
@@ -187,10 +187,10 @@ class ModelInfo:
     Attributes:
         model_id: name of the model directory; the served name is the app's affair.
         max_model_len: longest prompt + output, tokens.
-        max_request_tokens: longest prompt + output that the KV pages hold, tokens; <= max_model_len.
+        max_request_tokens: longest prompt + output that the KV pages hold; <= max_model_len.
         vocab_size: token ids are in [0, vocab_size).
         eos_token_ids: ids that end a sequence unless `ignore_eos`.
-        fingerprint: identifies weights, numerics and programs: equal fingerprints give equal tokens.
+        fingerprint: of weights, numerics and programs: equal ones give equal tokens.
     """
 
     model_id: str

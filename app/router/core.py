@@ -37,8 +37,10 @@ class RouterConfig:
         max_waiting_per_replica: requests sent beyond a replica's slots, so that a slot that
             becomes free is refilled in the next step without a round trip.
         replica_wait_s: how long a new request waits for a replica while none is ready; 0 refuses.
-        migration_wait_s: the same for a request that was accepted before, by this router's queue or
-            by a replica that it lost.
+        discovery_s: a router that has just started refuses nothing for want of a replica: a
+            restarted one hears of its replicas within a second.
+        migration_wait_s: the same as `replica_wait_s` for a request that was accepted before, by
+            this router's queue or by a replica that it lost.
         max_silent_ticks: ticks (of about 1 s) without a word after which a replica counts as lost.
     """
 
@@ -46,6 +48,7 @@ class RouterConfig:
     max_queued_tokens: int = 1 << 20
     max_waiting_per_replica: int = 2
     replica_wait_s: float = 0.0
+    discovery_s: float = 3.0
     migration_wait_s: float = 30.0
     max_silent_ticks: int = 10
 
@@ -53,7 +56,12 @@ class RouterConfig:
         for name in ("max_queued_requests", "max_queued_tokens", "max_silent_ticks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("max_waiting_per_replica", "replica_wait_s", "migration_wait_s"):
+        for name in (
+            "max_waiting_per_replica",
+            "replica_wait_s",
+            "discovery_s",
+            "migration_wait_s",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
@@ -174,6 +182,7 @@ class RouterCore:
         self._drain_rate = DrainRate()
         self._replicas: dict[str, ReplicaView] = {}
         self._booked_on: dict[str, str] = {}
+        self._started_at: float | None = None
 
     @property
     def num_queued(self) -> int:
@@ -202,6 +211,8 @@ class RouterCore:
     def on(self, event: Event, now: float) -> list[Action]:
         """Take an event at time `now` (seconds, never decreasing); return what to do, in order."""
         actions: list[Action] = []
+        if self._started_at is None:
+            self._started_at = now
         match event:
             case RequestArrived():
                 self._arrive(event, now, actions)
@@ -231,6 +242,8 @@ class RouterCore:
         config = self._config
         is_new = not event.excluded and not any(v.is_routable for v in self._replicas.values())
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
+        assert self._started_at is not None
+        wait_until = max(now + wait_s, self._started_at + config.discovery_s)
         if event.deadline is not None and event.deadline <= now:
             actions.append(Fail(request_id, _deadline_exceeded()))
         elif self._queue.is_full_for(event.num_prompt_tokens):
@@ -243,7 +256,7 @@ class RouterCore:
                 deadline=event.deadline,
                 priority=event.priority,
                 excluded=event.excluded,
-                replica_wait_until=now + wait_s,
+                replica_wait_until=wait_until,
             )
             self._queue.push(request)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+import ray.util
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import RayServeException
@@ -101,11 +103,13 @@ async def connected(
     handle: DeploymentHandle[Any], *, num_replicas: int = 1
 ) -> AsyncIterator[LLMClient]:
     client = LLMClient(handle, host="127.0.0.1")
-    await until(client, lambda status: len(status.replicas) == num_replicas)
-    yield client
-    await until(client, is_idle)
-    assert client.num_open == 0
-    await client.close()
+    try:
+        await until(client, lambda status: len(status.replicas) == num_replicas)
+        yield client
+        await until(client, is_idle)
+        assert client.num_open == 0
+    finally:
+        await client.close()
 
 
 @pytest.fixture(scope="module", params=["separate threads", "one loop"])
@@ -262,6 +266,32 @@ async def test_a_killed_replica_costs_no_token(serve_port: int, tmp_path: Path) 
         survivors = {completion.result.replica_id for completion in completions}
         assert len(survivors) == 1
     serve.delete("fragile")
+
+
+def kill_replica(app_name: str, deployment_name: str) -> None:
+    """SIGKILL, as far as the cluster can tell."""
+    prefix = f"SERVE_REPLICA::{app_name}#{deployment_name}#"
+    (name,) = (
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith(prefix)
+    )
+    ray.kill(ray.get_actor(name, namespace="serve"))
+
+
+async def test_a_killed_router_costs_no_token(serve_port: int) -> None:
+    handle = deploy("headless", FakeEngineOptions(step_s=0.02), num_replicas=2)
+    async with connected(handle, num_replicas=2) as client:
+        tasks = [
+            asyncio.create_task(client.complete((4, n), SamplingParams(max_tokens=200)))
+            for n in range(16)
+        ]
+        await until(client, lambda status: status.num_inflight > 0)
+        kill_replica("headless", "Router")
+        completions = await asyncio.wait_for(asyncio.gather(*tasks), timeout=60)
+        for n, completion in enumerate(completions):
+            assert completion.token_ids == fake_output((4, n), 200)
+    serve.delete("headless")
 
 
 async def test_scaling_down_breaks_no_stream(serve_port: int) -> None:

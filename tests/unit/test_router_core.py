@@ -174,14 +174,26 @@ def test_a_request_that_waited_past_its_deadline_is_dropped() -> None:
 
 def test_without_a_replica_a_new_request_is_refused_at_once() -> None:
     core = make_core()
-    (action,) = core.on(arrived("r"), 0.0)
+    core.on(Ticked(), 0.0)
+    (action,) = core.on(arrived("r"), 10.0)
     assert isinstance(action, Fail)
     assert isinstance(action.error, EngineNotReady)
     assert action.error.retry_after_s
 
 
+def test_a_router_that_has_just_started_waits_for_its_replicas_to_report() -> None:
+    core = make_core(discovery_s=3.0)
+    core.on(Ticked(), 100.0)
+    assert core.on(arrived("r"), 101.0) == []
+    assert core.on(arrived("s"), 102.0) == []
+    assert sends(core.on(ReplicaReported("a", 0, IDLE), 102.5)) == {"r": "a", "s": "a"}
+    core = make_core(discovery_s=3.0)
+    core.on(arrived("r"), 100.0)
+    assert failures(core.on(Ticked(is_second=False), 103.0)) == {"r": EngineNotReady}
+
+
 def test_a_new_request_may_wait_for_a_replica_where_configured() -> None:
-    core = make_core(replica_wait_s=3.0)
+    core = make_core(replica_wait_s=3.0, discovery_s=0.0)
     assert core.on(arrived("r"), 0.0) == []
     assert core.on(arrived("s"), 1.0) == []
     assert failures(core.on(Ticked(is_second=False), 3.0)) == {"r": EngineNotReady}
