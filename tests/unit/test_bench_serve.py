@@ -30,6 +30,7 @@ class FakeServer:
         url: base URL.
         bodies: request bodies in order of arrival.
         most_in_flight: largest number of requests at one time.
+        quorum: no request is answered before so many were in flight together.
     """
 
     def __init__(self) -> None:
@@ -37,7 +38,9 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.most_in_flight = 0
+        self.quorum = 1
         self._in_flight = 0
+        self._has_quorum = asyncio.Event()
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -48,7 +51,10 @@ class FakeServer:
             return web.json_response({"error": error}, status=404)
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        if self.most_in_flight >= self.quorum:
+            self._has_quorum.set()
         try:
+            await self._has_quorum.wait()
             return await self._stream(request, body)
         finally:
             self._in_flight -= 1
@@ -149,6 +155,7 @@ async def test_every_mode_measures_and_the_report_round_trips(tmp_path: Path) ->
 
 async def test_closed_loop_keeps_exactly_that_many_in_flight() -> None:
     async with fake_server() as server, LoadClient(server.url, "toy") as client:
+        server.quorum = 3
         specs = fixed(9, Shape(prompt_tokens=4, max_tokens=10))
         records = await client.run_closed(specs, concurrency=3, limit_s=10)
     assert server.most_in_flight == 3
@@ -157,11 +164,11 @@ async def test_closed_loop_keeps_exactly_that_many_in_flight() -> None:
 
 async def test_a_burst_is_in_flight_all_at_once_and_tokens_are_counted_once() -> None:
     async with fake_server() as server, LoadClient(server.url, "toy") as client:
-        records = await client.run_open(
-            fixed(40, Shape(prompt_tokens=4, max_tokens=30)), limit_s=20
-        )
+        server.quorum = 40
+        specs = fixed(40, Shape(prompt_tokens=4, max_tokens=8))
+        records = await client.run_open(specs, limit_s=60)
     assert server.most_in_flight == 40
-    assert all(len(r.event_times_s) == r.num_output_tokens == 30 for r in records)
+    assert all(len(r.event_times_s) == r.num_output_tokens == 8 for r in records)
     assert all(r.num_cached_tokens == 3 for r in records)
 
 
