@@ -48,8 +48,8 @@ _ISA_FLAGS = {
     "avx512": _AVX512_FLAGS,
 }
 _X86_64 = ("x86_64", "AMD64")
-_PER_ISA = ("attention_isa.cc",)
-_TARGETS = ("systole_ragged_paged_attention",)  # each the symbol of its handler, too
+_PER_ISA = ("attention_isa.cc", "matmul_isa.cc")
+_TARGETS = ("systole_linear", "systole_ragged_paged_attention")  # and their handlers' symbols
 
 
 class NativeUnavailable(Exception):

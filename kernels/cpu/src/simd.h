@@ -48,6 +48,10 @@ SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
                       _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(hi));
   return _mm512_mask_blend_ps(m, y, x);
 }
+// Lanes of a where x has its sign bit set, of b elsewhere.
+SYSTOLE_INLINE F32 select_negative(F32 x, F32 a, F32 b) {
+  return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x)), b, a);
+}
 SYSTOLE_INLINE __mmask16 first_lanes(int n) {
   return static_cast<__mmask16>(n >= 16 ? 0xFFFFu : (1u << n) - 1u);
 }
@@ -144,6 +148,7 @@ SYSTOLE_INLINE __m256i lanes_between(int lo, int hi) {
 SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
   return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(lanes_between(lo, hi)));
 }
+SYSTOLE_INLINE F32 select_negative(F32 x, F32 a, F32 b) { return _mm256_blendv_ps(b, a, x); }
 SYSTOLE_INLINE U32 load_words(const void* p, int n) {
   return _mm256_maskload_epi32(static_cast<const int*>(p), lanes_between(0, n));
 }
@@ -223,6 +228,7 @@ SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
   }
   return y;
 }
+SYSTOLE_INLINE F32 select_negative(F32 x, F32 a, F32 b) { return (U32)x >> 31 ? a : b; }
 SYSTOLE_INLINE U32 load_words(const void* p, int n) {
   U32 x = {};
   std::memcpy(&x, p, static_cast<size_t>(n < 4 ? n : 4) * 4);

@@ -1,0 +1,170 @@
+// x [T, K] times packed bf16 weights, for one instruction set (SYSTOLE_ISA, the -m flags select it).
+//
+// Weights come in groups of 32 outputs, [K / 2][32][2]: one stream, read once per block of rows. A
+// 32-bit lane holds an output's weights of two inputs; shifting and masking make them two f32.
+//
+//   acc[r][32 outputs] += x[r][k] * w[k][32 outputs]     k in order, one accumulator per output
+//
+// The sum over K is never split, so an output's bits depend neither on the number of rows, nor on
+// the block that a row falls into, nor on threads (which share N). f32 multiply-adds rather than
+// VDPBF16PS: on Intel that one starts every second cycle (see attention_isa.cc).
+
+#include "matmul.h"
+#include "simd.h"
+
+namespace systole::SYSTOLE_ISA {
+namespace {
+
+constexpr int kVectors = kGroup / kLanes;
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;  // 24 accumulators of 32 registers
+#elif defined(__AVX2__)
+constexpr int kMaxRows = 3;  // 12 of 16
+#else
+constexpr int kMaxRows = 1;
+#endif
+static_assert(kMaxRows <= kLanes, "a block of rows is packed by one transposition");
+constexpr int64_t kAhead = 2048;  // bytes of weights asked for in advance
+
+void pack_rows(const MatmulArgs& args, int64_t begin, int64_t end) {
+  const int64_t inputs = args.num_inputs;
+  const int64_t rows = end - begin;
+  float* to = args.packed_x + begin * inputs;
+  for (int64_t k = 0; k < inputs; k += kLanes) {
+    const int n = static_cast<int>(inputs - k < kLanes ? inputs - k : kLanes);
+    U32 x[kLanes];
+    SYSTOLE_UNROLL for (int r = 0; r < kLanes; ++r) {
+      x[r] = broadcast_u32(0);
+      if (r >= rows) continue;
+      const int64_t at = (begin + r) * inputs + k;
+      const U32 halves = args.is_x_bf16
+                             ? load_halves(static_cast<const uint16_t*>(args.x) + at, n)
+                             : round_to_bf16(as_f32(load_words(static_cast<const float*>(args.x) + at, n)));
+      x[r] = shift_left(halves, 16);
+    }
+    if (rows == 1) {
+      store_f32(to + k, as_f32(x[0]), n);
+      continue;
+    }
+    transpose(x);
+    SYSTOLE_UNROLL for (int i = 0; i < kLanes; ++i) {
+      if (i < n) store_f32(to + (k + i) * rows, as_f32(x[i]), static_cast<int>(rows));
+    }
+  }
+}
+
+SYSTOLE_INLINE F32 silu(F32 x) {
+  // With e = exp(-|x|) <= 1: x * (x >= 0 ? 1 : e) / (1 + e).
+  const F32 minus_abs = as_f32(or_u32(as_u32(x), broadcast_u32(0x80000000u)));
+  const F32 e = exp2_nonpositive(minus_abs * broadcast(1.44269504f));
+  return x * select_negative(x, e, broadcast(1.0f)) / (broadcast(1.0f) + e);
+}
+
+template <typename Out>
+SYSTOLE_INLINE void store_out(Out* p, F32 x, int n) {
+  if constexpr (sizeof(Out) == 2) {
+    store_halves(p, round_to_bf16(x), n);
+  } else {
+    store_f32(p, x, n);
+  }
+}
+
+template <int R, typename Out>
+SYSTOLE_INLINE void store_block(const MatmulArgs& args, int64_t row, int64_t group, F32 acc[R][kVectors]) {
+  Out* out = static_cast<Out*>(args.out);
+  if (args.is_silu) {
+    constexpr int kHalf = kVectors / 2;
+    const int64_t width = args.num_outputs / 2;
+    const int64_t column = group * (kGroup / 2);
+    SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
+      SYSTOLE_UNROLL for (int c = 0; c < kHalf; ++c) {
+        const int left = static_cast<int>(width - column) - c * kLanes;
+        if (left <= 0) break;
+        store_out(out + (row + r) * width + column + c * kLanes, silu(acc[r][c]) * acc[r][c + kHalf], left);
+      }
+    }
+    return;
+  }
+  const int64_t column = group * kGroup;
+  SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
+    SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) {
+      const int left = static_cast<int>(args.num_outputs - column) - c * kLanes;
+      if (left <= 0) break;
+      store_out(out + (row + r) * args.num_outputs + column + c * kLanes, acc[r][c], left);
+    }
+  }
+}
+
+template <int R>
+void multiply_block(const MatmulArgs& args, int64_t row, int64_t group) {
+  const int64_t pairs = args.num_inputs / 2;
+  const uint32_t* w = reinterpret_cast<const uint32_t*>(args.w) + group * pairs * kGroup;
+  const float* x = args.packed_x + row * args.num_inputs;
+  F32 acc[R][kVectors];
+  SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
+    SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) acc[r][c] = broadcast(0.0f);
+  }
+  const U32 high = broadcast_u32(0xFFFF0000u);
+  for (int64_t pair = 0; pair < pairs; ++pair) {
+    F32 even[kVectors], odd[kVectors];
+    SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) {
+      const U32 both = load_u32(w + c * kLanes);
+      even[c] = as_f32(shift_left(both, 16));
+      odd[c] = as_f32(and_u32(both, high));
+    }
+    SYSTOLE_UNROLL for (int at = 0; at < kGroup * 4; at += 64) {
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at);
+    }
+    SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
+      const F32 value = broadcast(x[r]);
+      SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) acc[r][c] = fma(value, even[c], acc[r][c]);
+    }
+    SYSTOLE_UNROLL for (int r = 0; r < R; ++r) {
+      const F32 value = broadcast(x[R + r]);
+      SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) acc[r][c] = fma(value, odd[c], acc[r][c]);
+    }
+    w += kGroup;
+    x += 2 * R;
+  }
+  if (args.is_out_bf16) {
+    store_block<R, uint16_t>(args, row, group, acc);
+  } else {
+    store_block<R, float>(args, row, group, acc);
+  }
+}
+
+void multiply_rows(const MatmulArgs& args, int64_t row, int64_t rows, int64_t group) {
+  switch (rows) {
+#if defined(__AVX512F__)
+    case 12: return multiply_block<12>(args, row, group);
+    case 11: return multiply_block<11>(args, row, group);
+    case 10: return multiply_block<10>(args, row, group);
+    case 9: return multiply_block<9>(args, row, group);
+    case 8: return multiply_block<8>(args, row, group);
+    case 7: return multiply_block<7>(args, row, group);
+    case 6: return multiply_block<6>(args, row, group);
+    case 5: return multiply_block<5>(args, row, group);
+    case 4: return multiply_block<4>(args, row, group);
+#endif
+#if defined(__AVX2__)
+    case 3: return multiply_block<3>(args, row, group);
+    case 2: return multiply_block<2>(args, row, group);
+#endif
+    default: return multiply_block<1>(args, row, group);
+  }
+}
+
+void multiply(const MatmulArgs& args, int64_t rows_per_block, int64_t begin, int64_t end) {
+  for (int64_t group = begin; group < end; ++group) {
+    for (int64_t row = 0; row < args.num_tokens; row += rows_per_block) {
+      const int64_t left = args.num_tokens - row;
+      multiply_rows(args, row, left < rows_per_block ? left : rows_per_block, group);
+    }
+  }
+}
+
+}  // namespace
+
+extern const MatmulKernel kMatmul = {kMaxRows, pack_rows, multiply};
+
+}  // namespace systole::SYSTOLE_ISA
