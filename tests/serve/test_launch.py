@@ -61,6 +61,13 @@ class MakeServe:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.1)
 
+    def wait_until_refused(self) -> None:
+        """Wait until make has failed by itself."""
+        try:
+            assert self.process.wait(timeout=START_TIMEOUT_S) != 0
+        finally:
+            self.end()
+
     def stop(self, signal_number: signal.Signals) -> float:
         """Send make (only) a signal; return the seconds until it ended."""
         start = time.monotonic()
@@ -155,8 +162,7 @@ def test_no_port_is_shared_with_a_checkout_on_the_usual_ports(server: MakeServe)
 
 def test_a_taken_port_is_said_in_a_line(server: MakeServe) -> None:
     second = MakeServe(port=server.port)
-    second.process.wait(timeout=60)
-    second.end()
+    second.wait_until_refused()
     assert f"port {server.port} on 127.0.0.1 is in use" in second.output
     assert "Traceback" not in second.output
 
@@ -167,8 +173,7 @@ def test_a_public_address_without_a_key_is_refused(server: MakeServe, tmp_path: 
     public.write_text(text)
     port = find_free()
     refused = MakeServe(f"CONFIG={public}", port=port)
-    assert refused.process.wait(timeout=60) != 0
-    refused.end()
+    refused.wait_until_refused()
     assert "no API key is configured" in refused.output
     assert "Traceback" not in refused.output
     with socket.socket() as client:
