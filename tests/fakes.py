@@ -51,7 +51,7 @@ class FakeEngineOptions:
     page_size: int = 16
     max_model_len: int = 4096
     kill_marker: str | None = None
-    start_s: float = 0.0
+    start_gate: str | None = None
     dies_at_step: int | None = None
 
 
@@ -247,7 +247,8 @@ class StartFakeEngine:
     ) -> FakeEngineLoop:
         del config
         report_progress("load weights", 1, 2)
-        time.sleep(self.options.start_s)
+        while self.options.start_gate and not os.path.exists(self.options.start_gate):
+            time.sleep(0.05)
         report_progress("load weights", 2, 2)
         return FakeEngineLoop(self.options, on_step)
 

@@ -329,28 +329,44 @@ async def test_a_dead_engine_is_migrated_from_and_replaced(serve_port: int) -> N
     serve.delete("sick")
 
 
-async def test_a_starting_replica_shows_its_progress(serve_port: int) -> None:
-    options = FakeEngineOptions(start_s=3.0)
-    deployment = asyncio.create_task(asyncio.to_thread(deploy, "slow", options))
-    give_up_at = time.monotonic() + 30
+async def find_client(app_name: str) -> LLMClient:
+    """A client of an application that is still being deployed."""
+    give_up_at = time.monotonic() + 60
     while True:
         try:
-            client = LLMClient(serve.get_deployment_handle("Router", "slow"), host="127.0.0.1")
-            status = await client.status()
-            if status.startup:
-                break
+            handle = serve.get_deployment_handle("Router", app_name)
+            client = LLMClient(handle, host="127.0.0.1")
+            await client.status()
+            return client
         except (KeyError, ServingError, RayServeException):
-            pass  # the router itself is still being deployed
-        assert time.monotonic() < give_up_at
-        await asyncio.sleep(0.1)
-    assert not status.ready
-    (progress,) = status.startup
-    assert (progress.stage, progress.done, progress.total) == ("load weights", 1, 2)
-    with pytest.raises(EngineNotReady) as caught:
-        await client.complete((1,), SamplingParams(max_tokens=1))
-    assert caught.value.retry_after_s
-    await deployment
-    status = await until(client, lambda status: status.ready)
-    assert status.startup == ()
-    await client.close()
+            assert time.monotonic() < give_up_at
+            await asyncio.sleep(0.1)
+
+
+async def test_a_starting_replica_shows_its_progress(serve_port: int, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    deployment = asyncio.create_task(
+        asyncio.to_thread(
+            deploy,
+            "slow",
+            FakeEngineOptions(start_gate=str(gate)),
+            router=RouterConfig(discovery_s=0),
+        )
+    )
+    client = await find_client("slow")
+    try:
+        status = await until(client, lambda status: bool(status.startup))
+        assert not status.ready
+        (progress,) = status.startup
+        assert (progress.stage, progress.done, progress.total) == ("load weights", 1, 2)
+        with pytest.raises(EngineNotReady) as caught:
+            await client.complete((1,), SamplingParams(max_tokens=1))
+        assert caught.value.retry_after_s
+        gate.touch()
+        await deployment
+        status = await until(client, lambda status: status.ready)
+        assert status.startup == ()
+    finally:
+        gate.touch()
+        await client.close()
     serve.delete("slow")

@@ -426,7 +426,7 @@ class RouterMachine(RuleBasedStateMachine):
 
 
 TestRouterMachine = RouterMachine.TestCase
-TestRouterMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRouterMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
 def test_a_decision_is_a_function_of_the_seed() -> None:
