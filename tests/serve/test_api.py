@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import io
+import contextlib
 import json
 import random
 import time
@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import openai
@@ -255,23 +256,32 @@ async def test_errors_arrive_as_the_clients_own_exceptions(
             await stranger.models.list()
 
 
-async def test_a_huge_body_is_refused(service: Service) -> None:
-    async def body() -> AsyncIterator[bytes]:
-        for _ in range(50):
-            yield b" " * (1 << 20)
+@pytest.mark.parametrize("framing", ["Content-Length: 52428800", "Transfer-Encoding: chunked"])
+async def test_a_huge_body_is_refused_while_it_is_sent(service: Service, framing: str) -> None:
+    # By hand: HTTP clients want to send a whole body before they look at the answer.
+    url = urlsplit(service.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    head = f"POST {url.path}/v1/completions HTTP/1.1\r\nHost: test\r\n{framing}\r\n"
+    writer.write(f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode())
 
-    headers = {"Authorization": f"Bearer {KEY}"}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.post(
-            f"{service.url}/v1/completions", data=io.BytesIO(b" " * (5 << 20))
-        ) as response:
-            assert response.status == 413
-            assert (await response.json())["error"]["code"] == "payload_too_large"
-        try:
-            async with session.post(f"{service.url}/v1/completions", data=body()) as response:
-                assert response.status == 413
-        except aiohttp.ClientConnectionError:
-            pass  # the server may also hang up while the client still sends
+    async def send() -> None:
+        chunk = b" " * (1 << 16)
+        for _ in range(800):  # 50 MB
+            is_chunked = "chunked" in framing
+            writer.write(b"10000\r\n%b\r\n" % chunk if is_chunked else chunk)
+            await writer.drain()
+
+    sending = asyncio.create_task(send())
+    try:
+        answer = await asyncio.wait_for(reader.readuntil(b"}}"), 30)
+    finally:
+        sending.cancel()
+        await asyncio.wait((sending,))
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert json.loads(answer[answer.index(b"{") :])["error"]["code"] == "payload_too_large"
 
 
 async def test_models_health_and_version(service: Service, client: AsyncOpenAI) -> None:

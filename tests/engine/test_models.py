@@ -1,0 +1,282 @@
+"""The model against the naive one over options and mesh shapes, and bitwise over row counts."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.paged_forward import PagedForward
+from kernels import reference
+from replicas.config import EngineConfig, ModelConfig, RopeConfig
+from replicas.models import layers, llama, sharding
+from replicas.models.inputs import ModelInputs
+from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
+from replicas.models.registry import get_family, load_model_config
+from replicas.models.weights import load_params
+from tests.checkpoints import write_checkpoint
+from tests.naive import NaiveLlama
+
+PROMPT = np.random.default_rng(3).integers(3, 128, 40).tolist()
+
+SMOLLM2_LAYERS = ModelConfig(
+    family="llama",
+    vocab_size=1024,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_layers=2,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+SMALL_LAYERS = dataclasses.replace(
+    SMOLLM2_LAYERS, hidden_size=48, intermediate_size=80, num_heads=6, head_dim=16
+)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 1},
+        {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+        {
+            "model_type": "mistral",
+            "architectures": ["MistralForCausalLM"],
+            "sliding_window": 7,
+        },
+    ],
+    ids=["biases", "one kv head", "no grouping", "linear rope", "llama3 rope", "window"],
+)
+def test_options_equal_the_naive_model(tmp_path: Path, overrides: dict[str, Any]) -> None:
+    path = write_checkpoint(tmp_path, overrides)
+    expected = NaiveLlama(path).logits(PROMPT)
+    logits = PagedForward(path, dtype="float32", page_size=8).logits(PROMPT)
+    assert np.abs(logits - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("tensor_parallel", [2, 4, 8])
+def test_a_sharded_model_equals_the_naive_one(tmp_path: Path, tensor_parallel: int) -> None:
+    """2 KV heads on 2, 4 and 8 devices: split, then replicated."""
+    path = write_checkpoint(
+        tmp_path,
+        {"num_attention_heads": 8, "attention_bias": True, "mlp_bias": True, "hidden_size": 64},
+    )
+    config = load_model_config(path)
+    family = get_family(config)
+    mesh = sharding.make_mesh(EngineConfig(model="", tensor_parallel=tensor_parallel))
+    specs = family.param_specs(config, num_shards=tensor_parallel)
+    params = load_params(
+        path,
+        config,
+        dtype=jnp.float32,
+        shardings=sharding.param_shardings(specs, mesh),
+        num_shards=tensor_parallel,
+    )
+    kv_pages = allocate_kv_pages(
+        config,
+        num_pages=8,
+        page_size=8,
+        dtype=jnp.float32,
+        num_shards=tensor_parallel,
+        sharding=sharding.kv_pages_sharding(mesh),
+    )
+    assert kv_pages[0].shape[1] == 2 * max(2, tensor_parallel)
+    assert params.layers[0].qkv.sharding.shard_shape(params.layers[0].qkv.shape)[0] == (
+        params.layers[0].qkv.shape[0] // tensor_parallel
+    )
+    forward = sharding.shard_forward(family.forward, mesh, specs)
+    compute_logits = sharding.shard_logits(family.compute_logits, mesh, specs)
+
+    @jax.jit
+    def run(params, kv_pages, inputs):
+        hidden, kv_pages = forward(
+            params, kv_pages, inputs, config, attention=reference.ragged_paged_attention
+        )
+        return compute_logits(params, hidden, config), kv_pages
+
+    logits, kv_pages = run(params, kv_pages, prefill_inputs(PROMPT, num_rows=40, page_size=8))
+    assert np.abs(np.asarray(logits) - NaiveLlama(path).logits(PROMPT)).max() < 1e-4
+    assert kv_pages[0].sharding.is_equivalent_to(sharding.kv_pages_sharding(mesh), 4)
+
+
+def test_a_dense_layer_has_two_collectives(tmp_path: Path) -> None:
+    config = load_model_config(write_checkpoint(tmp_path))
+    mesh = sharding.make_mesh(EngineConfig(model="", tensor_parallel=2))
+    specs = llama.param_specs(config, num_shards=2)
+    params = load_params(
+        tmp_path,
+        config,
+        dtype=jnp.float32,
+        shardings=sharding.param_shardings(specs, mesh),
+        num_shards=2,
+    )
+    kv_pages = allocate_kv_pages(
+        config,
+        num_pages=8,
+        page_size=8,
+        dtype=jnp.float32,
+        num_shards=2,
+        sharding=sharding.kv_pages_sharding(mesh),
+    )
+    forward = sharding.shard_forward(llama.forward, mesh, specs)
+    lowered = jax.jit(
+        lambda p, kv, x: forward(p, kv, x, config, attention=reference.ragged_paged_attention)
+    ).lower(params, kv_pages, prefill_inputs(PROMPT[:8], num_rows=8, page_size=8))
+    # One more for the embedding, whose vocabulary is sharded.
+    assert lowered.as_text().count("stablehlo.all_reduce") == 2 * config.num_layers + 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_shards", "named"),
+    [
+        ({"num_heads": 9}, 2, "num_heads = 9"),
+        ({"num_heads": 12}, 4, "num_kv_heads = 3"),
+        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 1530}, 4, "1530"),
+        ({"num_heads": 12, "num_kv_heads": 4, "vocab_size": 1023}, 4, "vocab_size = 1023"),
+    ],
+)
+def test_a_model_that_does_not_divide_is_refused(
+    changes: dict[str, int], num_shards: int, named: str
+) -> None:
+    config = dataclasses.replace(SMOLLM2_LAYERS, **changes)
+    with pytest.raises(ValueError, match=named):
+        llama.param_specs(config, num_shards=num_shards)
+
+
+def test_a_mesh_larger_than_the_machine_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel is 99 but only 8"):
+        sharding.make_mesh(EngineConfig(model="", tensor_parallel=99))
+
+
+def test_page_bytes_are_those_of_the_allocated_pages() -> None:
+    pages = allocate_kv_pages(SMOLLM2_LAYERS, num_pages=5, page_size=16, dtype=jnp.bfloat16)
+    one_page = bytes_per_page(SMOLLM2_LAYERS, page_size=16, dtype=jnp.bfloat16)
+    assert sum(page.nbytes for page in pages) == 5 * one_page
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [SMOLLM2_LAYERS, SMALL_LAYERS], ids=["smollm2", "small"])
+def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(
+    config: ModelConfig, dtype: str
+) -> None:
+    params = random_params(config, dtype)
+    token_ids = np.random.default_rng(0).integers(0, config.vocab_size, 256).tolist()
+    whole = run_prefill(params, config, dtype, token_ids)
+    for num_rows in (8, 16, 64):
+        part = run_prefill(params, config, dtype, token_ids[:num_rows])
+        np.testing.assert_array_equal(part, whole[:num_rows])
+
+    compute_logits = jax.jit(lambda params, hidden: llama.compute_logits(params, hidden, config))
+    logits = compute_logits(params, whole)
+    for num_rows in (8, 16, 64):
+        part = compute_logits(params, whole[:num_rows])
+        np.testing.assert_array_equal(part, logits[:num_rows])
+    rolled = compute_logits(params, np.roll(whole[:32], 5, axis=0))
+    np.testing.assert_array_equal(rolled, np.roll(logits[:32], 5, axis=0))
+
+
+@pytest.mark.parametrize("width", [8, 64, 576, 5000])
+def test_row_sums_do_not_depend_on_the_number_of_rows(width: int) -> None:
+    x = np.random.default_rng(0).standard_normal((128, width)).astype(np.float32)
+    row_sum = jax.jit(layers.row_sum)
+    whole = row_sum(x)
+    np.testing.assert_allclose(whole, x.sum(axis=1, dtype=np.float64), atol=1e-3)
+    for num_rows in (8, 16, 32, 64):
+        np.testing.assert_array_equal(row_sum(x[:num_rows]), whole[:num_rows])
+
+
+def test_row_sums_of_exponentials() -> None:
+    x = np.random.default_rng(0).standard_normal((8, 1000)).astype(np.float32)
+    total = jax.jit(lambda x: layers.row_sum(jnp.exp(x - jnp.max(x, axis=1, keepdims=True))))(x)
+    shifted = x.astype(np.float64) - x.max(axis=1, keepdims=True)
+    np.testing.assert_allclose(total, np.exp(shifted).sum(axis=1), rtol=1e-5)
+
+
+def test_rotation_is_accurate_at_large_positions() -> None:
+    rope = RopeConfig(theta=500_000.0)
+    positions = np.array([0, 1, 257, 4097, 65_537, 131_071], np.int32)
+    cos, sin = jax.jit(lambda p: layers.rope_angles(p, rope, 64))(positions)
+    # The product of f32 position and f32 frequency is what the reference computes as well.
+    frequencies = layers.rope_frequencies(rope, 64)
+    angles = (positions.astype(np.float32)[:, None] * frequencies[None, :]).astype(np.float64)
+    np.testing.assert_allclose(cos, np.cos(angles), atol=2e-6)
+    np.testing.assert_allclose(sin, np.sin(angles), atol=2e-6)
+
+
+def test_prepared_weights_reach_every_matmul_and_a_tied_head_keeps_its_embedding() -> None:
+    params = random_params(SMALL_LAYERS, "float32")
+    packed: list[tuple[int, ...]] = []
+
+    def pack(weight: jax.Array) -> jax.Array:
+        packed.append(weight.shape)
+        return weight + 1.0
+
+    prepared = llama.prepare_params(params, pack)
+    assert len(packed) == 4 * SMALL_LAYERS.num_layers + 1
+    assert prepared.embedding is params.embedding
+    np.testing.assert_array_equal(prepared.head, params.embedding + 1.0)
+    np.testing.assert_array_equal(prepared.layers[1].down, params.layers[1].down + 1.0)
+
+
+def random_params(config: ModelConfig, dtype: str) -> Any:
+    family = get_family(config)
+    abstract, tree = jax.tree.flatten(family.abstract_params(config, jnp.dtype(dtype)))
+    rng = np.random.default_rng(0)
+    return tree.unflatten(
+        [
+            jnp.asarray(
+                rng.standard_normal(leaf.shape) * (0.05 if leaf.ndim == 2 else 0.1)
+                + (0.0 if leaf.ndim == 2 else 1.0),
+                leaf.dtype,
+            )
+            for leaf in abstract
+        ]
+    )
+
+
+def run_prefill(params: Any, config: ModelConfig, dtype: str, token_ids: list[int]) -> np.ndarray:
+    num_rows = len(token_ids)
+    kv_pages = allocate_kv_pages(config, num_pages=33, page_size=16, dtype=jnp.dtype(dtype))
+    inputs = prefill_inputs(token_ids, num_rows=num_rows, page_size=16, pages_per_seq=32)
+    forward = jax.jit(
+        lambda params, kv_pages, inputs: llama.forward(
+            params, kv_pages, inputs, config, attention=reference.ragged_paged_attention
+        )[0]
+    )
+    return np.asarray(forward(params, kv_pages, inputs))
+
+
+def prefill_inputs(
+    token_ids: list[int], *, num_rows: int, page_size: int, pages_per_seq: int = 7
+) -> ModelInputs:
+    """One sequence from position 0, on pages 1, 2, ..., in 8 sequence rows."""
+    num_tokens = len(token_ids)
+    num_used = -(-num_tokens // page_size)
+    page_indices = np.zeros((8, pages_per_seq), np.int32)
+    page_indices[0, :num_used] = 1 + np.arange(num_used)
+    kv_lens = np.zeros(8, np.int32)
+    kv_lens[0] = num_tokens
+    return ModelInputs(
+        token_ids=np.pad(np.asarray(token_ids, np.int32), (0, num_rows - num_tokens)),
+        positions=np.arange(num_rows, dtype=np.int32),
+        kv_lens=kv_lens,
+        page_indices=page_indices,
+        cu_q_lens=np.array([0] + [num_tokens] * 8, np.int32),
+        num_seqs=np.array([1], np.int32),
+    )
