@@ -222,6 +222,7 @@ class _SystemEndpoints:
         self._config = config
         self._metrics = metrics
         self._started_s = int(time.time())
+        self._progress: dict[str, object] = {"stage": "starting the router"}
 
     async def health(self, _: Request) -> Response:
         """This process lives. Nothing else is asked: see /ready."""
@@ -234,7 +235,7 @@ class _SystemEndpoints:
             async with asyncio.timeout(_STATUS_TIMEOUT_S):
                 status = await self._client.status()
         except (ServingError, TimeoutError):
-            return _json({**body, "stage": "starting the router"}, status_code=503)
+            return _json({**body, **self._progress}, status_code=503)
         body |= {
             "ready": status.ready,
             "num_replicas": len(status.replicas),
@@ -245,10 +246,10 @@ class _SystemEndpoints:
             return _json({**body, "stage": "ready"})
         # Of several that start, the one that has come furthest in its stage.
         first = max(status.startup, key=lambda p: p.done / max(1, p.total), default=None)
-        if first is None:
-            return _json({**body, "stage": "starting replicas"}, status_code=503)
-        progress = {"stage": first.stage, "done": first.done, "total": first.total}
-        return _json({**body, **progress}, status_code=503)
+        self._progress = {"stage": "starting replicas"}
+        if first is not None:
+            self._progress = {"stage": first.stage, "done": first.done, "total": first.total}
+        return _json({**body, **self._progress}, status_code=503)
 
     async def version(self, _: Request) -> Response:
         """Return the software's version, and what identifies the model once it is loaded."""
