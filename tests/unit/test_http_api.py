@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +22,7 @@ from app.completion_service import CompletionService
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
+from app.openai_schema import ChatRequest, CompletionRequest
 from app.tokenizer import Tokenizer
 from app.version import VERSION
 from replicas.errors import DeadlineExceeded, EngineNotReady, Overloaded, ServingError
@@ -28,6 +31,7 @@ from tests.asgi_client import Answer, Client
 from tests.fake_client import EOS, FakeClient
 from tests.tiny_tokenizer import write_model_dir
 
+TEXTS = st.sampled_from(["user", "assistant", "system", "text"])
 TEXT = "Hello world, 火星🚀 this is a small tokenizer"
 MODEL = "tiny%s/model"  # an id with everything that formats and paths could trip over
 
@@ -472,6 +476,40 @@ async def test_one_failing_choice_ends_the_others(make_server: MakeServer) -> No
     server = make_server(error=Overloaded("full"), error_after=2)
     answer = await server.client.post("/v1/completions", body(n=4))
     assert answer.status == 429
+    assert not server.fake.running
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+FIELDS = sorted(
+    {name for schema in (CompletionRequest, ChatRequest) for name in schema.model_fields}
+    | set(CompletionRequest.neutral)
+    | set(ChatRequest.neutral)
+)
+MESSAGES = st.lists(
+    st.dictionaries(st.sampled_from(["role", "content", "name", "tool_calls", "x"]), JSON | TEXTS)
+)
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
+    st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=4),
+    MESSAGES,
+)
+async def test_no_json_makes_the_server_fail(
+    make_server: MakeServer, path: str, fields: dict[str, Any], messages: list[Any]
+) -> None:
+    make_body = body if path == "/v1/completions" else chat_body
+    server = make_server()
+    for request in (make_body(**fields), chat_body(messages=messages)):
+        answer = await server.client.post(path, request)
+        assert answer.status in (200, 400, 404)
+        if answer.status != 200:
+            assert answer.error["message"]
     assert not server.fake.running
 
 
