@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax import Device
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from replicas.config import EngineConfig, ModelConfig
@@ -39,8 +38,8 @@ RULES: dict[str, str | None] = {
 KV_PAGES_AXES = ("page", "kv_rows", "token", "head_dim")
 
 
-def make_mesh(config: EngineConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Build the mesh of one replica from the first `tensor_parallel` devices.
+def make_mesh(config: EngineConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Build the mesh of one replica from the first `tensor_parallel` of the jax devices.
 
     Raises:
         ValueError: there are fewer devices than that.
