@@ -219,6 +219,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--platform", default="cpu", choices=["auto", "cpu", "tpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--attention", default="auto", choices=["auto", "native", "reference"])
+    parser.add_argument("--matmul", default="auto", choices=["auto", "native", "xla"])
     parser.add_argument("--concurrency", default="1,4,16,32")
     parser.add_argument("--requests-per", type=int, default=2, help="requests per concurrency unit")
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -248,6 +249,7 @@ def main() -> None:
                 platform=args.platform,
                 dtype=args.dtype,
                 attention=args.attention,
+                matmul=args.matmul,
                 max_model_len=args.max_model_len,
                 max_num_seqs=args.max_num_seqs,
                 max_mixed_tokens=max(64, args.max_num_seqs),

@@ -21,6 +21,7 @@ from kernels.cpu import library
 from replicas.config import ModelConfig
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages
+from replicas.models.packing import pack_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.weights import load_params
 
@@ -60,6 +61,8 @@ class PagedForward:
         self._attention = reference.ragged_paged_attention
         if jax.default_backend() == "cpu" and _has_native():
             self._attention = native.ragged_paged_attention
+            if self._dtype == jnp.bfloat16:
+                self._params = pack_params(self._params, self.config)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the f32 logits [len(token_ids), V] that follow each token."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 Platform = Literal["auto", "cpu", "tpu"]
 AttentionImpl = Literal["auto", "native", "reference"]
+MatmulImpl = Literal["auto", "native", "xla"]
 RopeKind = Literal["default", "linear", "llama3"]
 
 
@@ -134,6 +135,8 @@ class EngineConfig:
             long prompt adds to running streams.
         enable_prefix_caching: keep full pages of finished sequences for reuse.
         attention: kernel choice; "auto" is native on CPU where a compiler was found.
+        matmul: kernel of the weights' matmuls; "auto" is native, with weights packed at load, for
+            bfloat16 on one CPU device where a compiler was found.
         tensor_parallel: devices that one model is sharded over.
         program_store: directory of compiled programs, or None to compile at every start.
     """
@@ -150,6 +153,7 @@ class EngineConfig:
     max_mixed_tokens: int = 64
     enable_prefix_caching: bool = True
     attention: AttentionImpl = "auto"
+    matmul: MatmulImpl = "auto"
     tensor_parallel: int = 1
     program_store: str | None = None
 
@@ -180,5 +184,10 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be >= 2, got {self.max_model_len}")
+        if self.matmul == "native" and (self.dtype != "bfloat16" or self.tensor_parallel != 1):
+            raise ValueError(
+                f"matmul 'native' needs dtype 'bfloat16' and tensor_parallel 1, got {self.dtype!r} "
+                f"and {self.tensor_parallel}"
+            )
         if self.tensor_parallel < 1:
             raise ValueError(f"tensor_parallel must be >= 1, got {self.tensor_parallel}")

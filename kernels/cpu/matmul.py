@@ -6,6 +6,9 @@ in order: its bits are the same for any number of rows, 1 included, where XLA's 
 
 from __future__ import annotations
 
+import dataclasses
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -13,12 +16,43 @@ import numpy as np
 
 from kernels.cpu import library
 
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
 _GROUP = 32  # outputs whose weights lie together; as kGroup in src/matmul.h
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
-def pack(weight: np.ndarray) -> np.ndarray:
-    """Pack a weight [N, K] into bf16 [ceil(N / 32), K / 2, 32, 2], zeros past N.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [N, K] in the order in which `linear` reads it.
+
+    Attributes:
+        groups: bf16 [ceil(N / 32), K / 2, 32, 2], zeros past N.
+        num_outputs: N.
+    """
+
+    groups: jax.Array | np.ndarray
+    num_outputs: int = dataclasses.field(metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedGateUp:
+    """The gate and up weights [F, K] of a gated MLP, in the order `linear_silu` reads them.
+
+    Attributes:
+        groups: bf16 [ceil(F / 16), K / 2, 32, 2]; the 32 are 16 gates and their 16 ups.
+        num_outputs: F.
+    """
+
+    groups: jax.Array | np.ndarray
+    num_outputs: int = dataclasses.field(metadata={"static": True})
+
+
+def pack(weight: jax.Array | np.ndarray) -> PackedWeight:
+    """Pack a weight [N, K], rounded to bf16 where it is not, on the host.
 
     Raises:
         ValueError: the weight is no matrix, or K is odd.
@@ -26,15 +60,14 @@ def pack(weight: np.ndarray) -> np.ndarray:
     num_outputs, num_inputs = _check_weight(weight)
     padded = np.zeros((-(-num_outputs // _GROUP) * _GROUP, num_inputs), ml_dtypes.bfloat16)
     padded[:num_outputs] = weight
-    groups = padded.reshape(-1, _GROUP, num_inputs // 2, 2)
-    return np.ascontiguousarray(groups.swapaxes(1, 2))
+    return PackedWeight(_interleave(padded), num_outputs)
 
 
-def pack_gate_up(weight: np.ndarray) -> np.ndarray:
-    """Pack [2F, K], gates before ups, for `linear_silu`: a group is 16 gates and their 16 ups.
+def pack_gate_up(weight: jax.Array | np.ndarray) -> PackedGateUp:
+    """Pack a weight [2F, K] of F gates before F ups.
 
     Raises:
-        ValueError: the weight is no matrix, 2F is odd, or K is odd.
+        ValueError: the weight is no matrix, its outputs are odd in number, or K is odd.
     """
     num_outputs, num_inputs = _check_weight(weight)
     if num_outputs % 2:
@@ -44,18 +77,15 @@ def pack_gate_up(weight: np.ndarray) -> np.ndarray:
     padded = np.zeros((2, -(-width // half) * half, num_inputs), ml_dtypes.bfloat16)
     padded[:, :width] = np.asarray(weight).reshape(2, width, num_inputs)
     pairs = padded.reshape(2, -1, half, num_inputs).swapaxes(0, 1)
-    return pack(pairs.reshape(-1, num_inputs))
+    return PackedGateUp(_interleave(pairs.reshape(-1, num_inputs)), width)
 
 
-def linear(
-    x: jax.Array, packed: jax.Array, num_outputs: int, *, out_dtype: jnp.dtype | None = None
-) -> jax.Array:
+def linear(x: jax.Array, weight: PackedWeight, *, out_dtype: DTypeLike | None = None) -> jax.Array:
     """Return x @ weight.T, [T, N].
 
     Args:
         x: bf16 or f32 [T, K]; f32 is rounded to bf16 first.
-        packed: `pack(weight)`.
-        num_outputs: N, which the packed shape gives only rounded up.
+        weight: as packed by `pack`.
         out_dtype: bf16 or f32; None for x's.
 
     Raises:
@@ -63,55 +93,49 @@ def linear(
         TypeError: a dtype is not supported.
         kernels.cpu.library.NativeUnavailable: the kernels cannot be built here.
     """
-    if not 0 < num_outputs <= packed.shape[0] * _GROUP < num_outputs + _GROUP:
-        raise ValueError(f"num_outputs {num_outputs} does not fit packed weights {packed.shape}")
-    return _call(x, packed, num_outputs, out_dtype=out_dtype, is_silu=False)
+    return _call(x, weight, out_dtype=out_dtype, is_silu=False)
 
 
 def linear_silu(
-    x: jax.Array, packed: jax.Array, num_outputs: int, *, out_dtype: jnp.dtype | None = None
+    x: jax.Array, weight: PackedGateUp, *, out_dtype: DTypeLike | None = None
 ) -> jax.Array:
-    """Return silu(x @ gate.T) * (x @ up.T), [T, F], for `packed = pack_gate_up(...)`.
+    """Return silu(x @ gate.T) * (x @ up.T), [T, F]; SiLU and the product are f32.
 
-    SiLU and the product are f32. Arguments and errors as for `linear`; `num_outputs` is F.
+    Arguments and errors as for `linear`.
     """
-    half = _GROUP // 2
-    if not 0 < num_outputs <= packed.shape[0] * half < num_outputs + half:
-        raise ValueError(f"num_outputs {num_outputs} does not fit packed weights {packed.shape}")
-    return _call(x, packed, num_outputs, out_dtype=out_dtype, is_silu=True)
+    return _call(x, weight, out_dtype=out_dtype, is_silu=True)
+
+
+def _interleave(weight: np.ndarray) -> np.ndarray:
+    """Order [N, K] as [N / 32, K / 2, 32, 2]."""
+    num_inputs = weight.shape[1]
+    return np.ascontiguousarray(weight.reshape(-1, _GROUP, num_inputs // 2, 2).swapaxes(1, 2))
 
 
 def _call(
     x: jax.Array,
-    packed: jax.Array,
-    num_outputs: int,
+    weight: PackedWeight | PackedGateUp,
     *,
-    out_dtype: jnp.dtype | None,
+    out_dtype: DTypeLike | None,
     is_silu: bool,
 ) -> jax.Array:
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     for name, value in (("x", x.dtype), ("the output", dtype)):
         if value not in _FLOATS:
             raise TypeError(f"{name} must be bfloat16 or float32, got {value}")
-    if packed.dtype != jnp.bfloat16:
-        raise TypeError(f"packed weights must be bfloat16, got {packed.dtype}")
-    if (
-        x.ndim != 2
-        or packed.ndim != 4
-        or packed.shape != (packed.shape[0], x.shape[1] // 2, _GROUP, 2)
-    ):
+    groups = weight.groups
+    if groups.dtype != jnp.bfloat16:
+        raise TypeError(f"packed weights must be bfloat16, got {groups.dtype}")
+    if x.ndim != 2 or x.shape[1] != 2 * groups.shape[1]:
         raise ValueError(
-            f"for x [T, K], packed weights [N / {_GROUP}, K / 2, {_GROUP}, 2] were expected, got "
-            f"{x.shape} and {packed.shape}"
+            f"packed weights of K = {2 * groups.shape[1]} inputs need x [T, K], got {x.shape}"
         )
-    if x.shape[1] % 2:
-        raise ValueError(f"K must be even, got {x.shape[1]}")
     library.load()
-    result = jax.ShapeDtypeStruct((x.shape[0], num_outputs), dtype)
-    return jax.ffi.ffi_call("systole_linear", result)(x, packed, is_silu=is_silu)
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.num_outputs), dtype)
+    return jax.ffi.ffi_call("systole_linear", result)(x, groups, is_silu=is_silu)
 
 
-def _check_weight(weight: np.ndarray) -> tuple[int, int]:
+def _check_weight(weight: jax.Array | np.ndarray) -> tuple[int, int]:
     if weight.ndim != 2 or 0 in weight.shape:
         raise ValueError(f"a weight must be [N, K], got shape {weight.shape}")
     if weight.shape[1] % 2:

@@ -27,6 +27,7 @@ from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.programs import ProgramStore, environment_key
 from replicas.engine.scheduler import Scheduler
 from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
+from replicas.models.packing import pack_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
     kv_pages_sharding,
@@ -73,6 +74,10 @@ def resolve_config(
     attention = config.attention
     if attention == "auto":
         attention = "native" if platform == "cpu" and has_native else "reference"
+    matmul = config.matmul
+    if matmul == "auto":
+        is_packable = config.dtype == "bfloat16" and config.tensor_parallel == 1
+        matmul = "native" if platform == "cpu" and has_native and is_packable else "xla"
     return dataclasses.replace(
         config,
         platform=platform,
@@ -80,6 +85,7 @@ def resolve_config(
         page_size=page_size,
         num_pages=num_pages,
         attention=attention,
+        matmul=matmul,
     )
 
 
@@ -118,8 +124,8 @@ def build_engine(
         platform=_platform(config),
         has_native=native_error is None,
     )
-    if config.attention == "native" and native_error is not None:
-        raise ValueError(f"attention is 'native', but: {native_error}")
+    if "native" in (config.attention, config.matmul) and native_error is not None:
+        raise ValueError(f"attention or matmul is 'native', but: {native_error}")
     assert config.page_size is not None
     assert config.num_pages is not None
     assert config.max_model_len is not None
@@ -184,6 +190,8 @@ def _build_runner(
         num_shards=num_shards,
         progress=lambda done, total: report("weights", done, total),
     )
+    if config.matmul == "native":
+        params = pack_params(params, model_config)
     kv_pages = allocate_kv_pages(
         model_config,
         num_pages=config.num_pages,
@@ -218,7 +226,8 @@ def _platform(config: EngineConfig) -> str:
 
 def _load_native(config: EngineConfig) -> library.NativeUnavailable | None:
     """Load the native kernels unless the configuration rules them out."""
-    if config.attention == "reference" or _platform(config) != "cpu":
+    is_ruled_out = config.attention == "reference" and config.matmul == "xla"
+    if is_ruled_out or _platform(config) != "cpu":
         return library.NativeUnavailable("native kernels are for the CPU platform")
     try:
         library.load()
@@ -237,7 +246,8 @@ def _attention(config: EngineConfig) -> AttentionFn:
 
 def _fingerprint(config: EngineConfig, model_config: ModelConfig) -> str:
     """Digest of what determines the programs and, with equal weights, the tokens."""
-    native = library.fingerprint() if config.attention == "native" else ""
+    has_native = "native" in (config.attention, config.matmul)
+    native = library.fingerprint() if has_native else ""
     shape = dataclasses.replace(config, model="", program_store=None)
     parts = (environment_key(), repr(model_config), repr(shape), native)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

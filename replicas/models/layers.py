@@ -2,7 +2,7 @@
 
 Pure functions on arrays of one shard. Invariant: the bits of a row depend on that row alone.
 Weights are [N, K] (out, in) and rows are never fewer than 8, which is what makes XLA's CPU dots
-independent of the number of rows.
+independent of the number of rows; or they are packed for the native kernel, which always is.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from kernels.cpu import matmul
+from kernels.cpu.matmul import PackedGateUp, PackedWeight
 from replicas.config import RopeConfig
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32
 
 
-def linear(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float32[Array, "T N"]:
+def linear(
+    x: Float[Array, "T K"], weight: Float[Array, "N K"] | PackedWeight
+) -> Float32[Array, "T N"]:
     """Project rows by a weight stored [out, in], accumulating in f32.
 
-    Every matmul of every family comes through here: a packed weight can bring its own kernel.
+    Every matmul of every family comes through here or through `gated_linear`: a packed weight
+    brings its own kernel.
     """
+    if isinstance(weight, PackedWeight):
+        return matmul.linear(x, weight, out_dtype=jnp.float32)
     # f32 means f32: without a precision a TPU multiplies f32 operands in one bf16 pass.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(
@@ -79,6 +86,17 @@ def sum_over(x: Array, axis_name: str | None) -> Array:
 def add_bias(x: Float32[Array, "T N"], bias: Float[Array, " N"] | None) -> Float32[Array, "T N"]:
     """Add an optional bias in f32."""
     return x if bias is None else x + bias.astype(jnp.float32)[None, :]
+
+
+def gated_linear(
+    x: Float[Array, "T K"],
+    gate_up: Float[Array, "2F K"] | PackedWeight | PackedGateUp,
+    bias: Float[Array, " 2F"] | None,
+) -> Float32[Array, "T F"]:
+    """Return silu(gate) * up of a fused projection, by one kernel where it was packed so."""
+    if isinstance(gate_up, PackedGateUp):
+        return matmul.linear_silu(x, gate_up, out_dtype=jnp.float32)
+    return silu_gate(add_bias(linear(x, gate_up), bias))
 
 
 def silu_gate(gate_up: Float32[Array, "T 2F"]) -> Float32[Array, "T F"]:

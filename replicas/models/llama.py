@@ -92,23 +92,31 @@ def param_specs(config: ModelConfig, *, num_shards: int = 1) -> LlamaParams:
     )
 
 
-def prepare_params(params: LlamaParams, pack: Callable[[Array], Any]) -> LlamaParams:
+def prepare_params(
+    params: LlamaParams,
+    pack: Callable[[Array], Any],
+    pack_gate_up: Callable[[Array], Any] | None = None,
+) -> LlamaParams:
     """Return the weights with every matmul operand replaced by `pack(weight)`.
 
     The hook for layouts that a platform's kernels want: `layers.linear` receives what `pack`
-    returned. A tied head becomes a packed copy of its own, since the lookup needs plain rows.
+    returned, `layers.gated_linear` what `pack_gate_up` did (used where there is no bias). A tied
+    head becomes a packed copy of its own, since the lookup needs plain rows.
     """
-    packed_layers = tuple(
-        layer._replace(
+
+    def pack_layer(layer: LayerParams) -> LayerParams:
+        pack_fused = (
+            pack if pack_gate_up is None or layer.gate_up_bias is not None else pack_gate_up
+        )
+        return layer._replace(
             qkv=pack(layer.qkv),
             attention_out=pack(layer.attention_out),
-            gate_up=pack(layer.gate_up),
+            gate_up=pack_fused(layer.gate_up),
             down=pack(layer.down),
         )
-        for layer in params.layers
-    )
+
     head = pack(params.embedding if params.head is None else params.head)
-    return params._replace(layers=packed_layers, head=head)
+    return params._replace(layers=tuple(pack_layer(layer) for layer in params.layers), head=head)
 
 
 def forward(
@@ -222,8 +230,7 @@ def _feed_forward(
     """Gated MLP; the result is partial over the tensor axis."""
     with jax.named_scope("gate_up"):
         normed = layers.rms_norm(hidden, layer.mlp_norm, eps=config.rms_norm_eps)
-        gate_up = layers.linear(normed.astype(dtype), layer.gate_up)
-        gated = layers.silu_gate(layers.add_bias(gate_up, layer.gate_up_bias))
+        gated = layers.gated_linear(normed.astype(dtype), layer.gate_up, layer.gate_up_bias)
     with jax.named_scope("down"):
         return layers.linear(gated.astype(dtype), layer.down)
 

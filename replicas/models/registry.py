@@ -31,12 +31,14 @@ class ModelFamily:
     Attributes:
         parse_config: config.json as a mapping to ModelConfig; refuses what is not supported.
         param_specs: the parameter tree with a `ParamSpec` at every leaf.
+        prepare_params: (params, pack, pack_gate_up) -> params in the layout of native kernels.
         forward: (params, kv_pages, inputs, config, *, attention) -> (hidden, kv_pages).
         compute_logits: (params, hidden rows, config) -> f32 logits.
     """
 
     parse_config: Callable[[RawConfig], ModelConfig]
     param_specs: Callable[..., Any]
+    prepare_params: Callable[..., Any]
     forward: Callable[..., Any]
     compute_logits: Callable[..., Any]
 
@@ -54,12 +56,14 @@ FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily(
         parse_config=hf_config.parse_llama,
         param_specs=llama.param_specs,
+        prepare_params=llama.prepare_params,
         forward=llama.forward,
         compute_logits=llama.compute_logits,
     ),
     "mistral": ModelFamily(
         parse_config=hf_config.parse_mistral,
         param_specs=llama.param_specs,
+        prepare_params=llama.prepare_params,
         forward=llama.forward,
         compute_logits=llama.compute_logits,
     ),

@@ -26,12 +26,12 @@ def exact(x, weight):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_equals_the_exact_product(num_outputs, num_inputs, dtype, instruction_set):
     x, weight = draw(13, num_inputs, num_outputs, dtype)
-    packed = jnp.asarray(matmul.pack(weight))
+    packed = matmul.pack(weight)
     expected = exact(x, weight)
-    out = matmul.linear(x, packed, num_outputs, out_dtype=jnp.float32)
+    out = matmul.linear(x, packed, out_dtype=jnp.float32)
     np.testing.assert_allclose(out, expected, rtol=0, atol=2e-5)
     # A bf16 output is the f32 sum rounded once.
-    rounded = matmul.linear(x, packed, num_outputs, out_dtype=jnp.bfloat16)
+    rounded = matmul.linear(x, packed, out_dtype=jnp.bfloat16)
     np.testing.assert_array_equal(rounded, out.astype(jnp.bfloat16))
 
 
@@ -40,9 +40,7 @@ def test_fused_silu_equals_the_formula(num_outputs, instruction_set):
     x, weight = draw(9, 96, 2 * num_outputs)
     x = x * 8  # gates from far below to far above zero
     gate, up = np.split(exact(x, weight), 2, axis=1)
-    out = matmul.linear_silu(
-        x, jnp.asarray(matmul.pack_gate_up(weight)), num_outputs, out_dtype=jnp.float32
-    )
+    out = matmul.linear_silu(x, matmul.pack_gate_up(weight), out_dtype=jnp.float32)
     np.testing.assert_allclose(out, gate / (1 + np.exp(-gate)) * up, rtol=1e-5, atol=2e-4)
 
 
@@ -51,50 +49,47 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(is_silu, instruction_set):
     x, weight = draw(64, 576, 192)
     pack = matmul.pack_gate_up if is_silu else matmul.pack
     function = matmul.linear_silu if is_silu else matmul.linear
-    packed = jnp.asarray(pack(weight))
-    num_outputs = 96 if is_silu else 192
-    whole = np.asarray(function(x, packed, num_outputs, out_dtype=jnp.float32))
+    packed = pack(weight)
+    whole = np.asarray(function(x, packed, out_dtype=jnp.float32))
     for begin, end in [(0, 1), (5, 6), (63, 64), (3, 10), (0, 8), (20, 33), (1, 64)]:
-        part = function(x[begin:end], packed, num_outputs, out_dtype=jnp.float32)
+        part = function(x[begin:end], packed, out_dtype=jnp.float32)
         np.testing.assert_array_equal(part, whole[begin:end])
 
 
 def test_a_nan_row_spoils_itself_only():
     x, weight = draw(8, 64, 64)
-    packed = jnp.asarray(matmul.pack(weight))
-    clean = np.array(matmul.linear(x, packed, 64))
-    out = np.asarray(matmul.linear(x.at[3, 7].set(jnp.nan), packed, 64))
+    packed = matmul.pack(weight)
+    clean = np.array(matmul.linear(x, packed))
+    out = np.asarray(matmul.linear(x.at[3, 7].set(jnp.nan), packed))
     clean[3] = np.nan
     np.testing.assert_array_equal(out.astype(np.float32), clean.astype(np.float32))
 
 
 def test_no_rows_give_no_rows():
     x, weight = draw(0, 64, 64)
-    assert matmul.linear(x, jnp.asarray(matmul.pack(weight)), 64).shape == (0, 64)
+    assert matmul.linear(x, matmul.pack(weight)).shape == (0, 64)
 
 
 def test_the_packed_weights_are_not_copied_by_a_program():
     x, weight = draw(8, 64, 96)
-    packed = jnp.asarray(matmul.pack(weight))
-    compiled = jax.jit(lambda x, w: matmul.linear(x, w, 96)).lower(x, packed).compile()
+    packed = matmul.pack(weight)
+    compiled = jax.jit(lambda x, w: matmul.linear(x, w)).lower(x, packed).compile()
     assert "copy(" not in compiled.as_text()
 
 
 def test_misfits_are_refused():
     x, weight = draw(8, 64, 96)
-    packed = jnp.asarray(matmul.pack(weight))
-    with pytest.raises(ValueError, match="num_outputs 97 does not fit"):
-        matmul.linear(x, packed, 97)
-    with pytest.raises(ValueError, match="num_outputs 49 does not fit"):
-        matmul.linear_silu(x, packed, 49)
-    with pytest.raises(ValueError, match=r"packed weights .* were expected"):
-        matmul.linear(x[:, :32], packed, 96)
+    packed = matmul.pack(weight)
+    with pytest.raises(ValueError, match=r"of K = 64 inputs need x \[T, K\], got \(8, 32\)"):
+        matmul.linear(x[:, :32], packed)
+    with pytest.raises(ValueError, match=r"of K = 64 inputs need x \[T, K\], got \(8, 65\)"):
+        matmul.linear(jnp.zeros((8, 65)), packed)
     with pytest.raises(TypeError, match="x must be bfloat16 or float32, got int32"):
-        matmul.linear(x.astype(jnp.int32), packed, 96)
+        matmul.linear(x.astype(jnp.int32), packed)
     with pytest.raises(TypeError, match="packed weights must be bfloat16, got float32"):
-        matmul.linear(x, packed.astype(jnp.float32), 96)
+        matmul.linear(x, matmul.PackedWeight(packed.groups.astype(np.float32), 96))
     with pytest.raises(TypeError, match="the output must be bfloat16 or float32, got float16"):
-        matmul.linear(x, packed, 96, out_dtype=jnp.float16)
+        matmul.linear(x, packed, out_dtype=jnp.float16)
     with pytest.raises(ValueError, match="K must be even, got 3"):
         matmul.pack(np.zeros((4, 3), np.float32))
     with pytest.raises(ValueError, match=r"a weight must be \[N, K\], got shape \(4,\)"):
