@@ -13,7 +13,7 @@ import os
 import pickle
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -66,10 +66,17 @@ def environment_key() -> str:
 class ProgramStore:
     """A directory of serialised executables."""
 
-    def __init__(self, directory: Path, *, key: str) -> None:
-        """Use `directory`; `key` is what all programs of this engine depend on."""
+    def __init__(self, directory: Path, *, key: str, devices: Sequence[jax.Device]) -> None:
+        """Use a directory.
+
+        Args:
+            directory: created when the first program is stored.
+            key: what all programs of this engine depend on.
+            devices: what the programs run on; a process may see more than its mesh uses.
+        """
         self._directory = directory
         self._key = key
+        self._devices = devices
 
     def load_or_compile(self, name: str, compile_: Callable[[], jax.stages.Compiled]):
         """Return the stored program, or compile and store it.
@@ -103,7 +110,9 @@ class ProgramStore:
             logger.warning("stored program %s is damaged; compiling it again", path.name)
             return None
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(payload))
+            return serialize_executable.deserialize_and_load(
+                *pickle.loads(payload), execution_devices=self._devices
+            )
         except Exception as error:  # any failure of a foreign loader means: do not use the file
             logger.warning("stored program %s does not load (%s); compiling it", path.name, error)
             return None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import reference
 from kernels.cpu import library
@@ -131,12 +131,12 @@ def build_engine(
     assert config.max_model_len is not None
     logger.info("engine configuration: %s", config)
     fingerprint = _fingerprint(config, model_config)
-    store = (
-        None
-        if config.program_store is None
-        else ProgramStore(Path(config.program_store), key=fingerprint)
-    )
-    runner = _build_runner(path, model_config, config, store=store, report=report)
+    mesh = make_mesh(config)
+    store = None
+    if config.program_store is not None:
+        devices = mesh.devices.flatten().tolist()
+        store = ProgramStore(Path(config.program_store), key=fingerprint, devices=devices)
+    runner = _build_runner(path, model_config, config, mesh=mesh, store=store, report=report)
     runner.warm_up(report)
     logger.info("engine ready after %.1f s", time.monotonic() - started_s)
     scheduler = Scheduler(
@@ -162,6 +162,7 @@ def _build_runner(
     model_config: ModelConfig,
     config: EngineConfig,
     *,
+    mesh: Mesh,
     store: ProgramStore | None,
     report: ProgressFn,
 ) -> ModelRunner:
@@ -170,7 +171,6 @@ def _build_runner(
     assert config.num_pages is not None
     dtype, num_shards = jnp.dtype(config.dtype), config.tensor_parallel
     family = get_family(model_config)
-    mesh = make_mesh(config)
     specs = family.param_specs(model_config, num_shards=num_shards)
     forward = shard_forward(family.forward, mesh, specs)
     compute_logits = shard_logits(family.compute_logits, mesh, specs)
