@@ -15,6 +15,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
@@ -66,7 +67,7 @@ def environment_key() -> str:
 class ProgramStore:
     """A directory of serialised executables."""
 
-    def __init__(self, directory: Path, *, key: str, devices: Sequence[jax.Device]) -> None:
+    def __init__(self, directory: Path, *, key: str, devices: Sequence[Any]) -> None:
         """Use a directory.
 
         Args:

@@ -1,4 +1,4 @@
-"""Load events from a replica to a router over real sockets: report first, then changes, then lapse."""
+"""Load events from a replica to a router over real sockets: report, changes, lapse."""
 
 from __future__ import annotations
 
