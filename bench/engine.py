@@ -25,6 +25,7 @@ from replicas.wire import GenerateRequest, ModelInfo, SamplingParams, SinkAddres
 
 _FAKE_BATCHED_TOKENS = 512
 _FAKE_MIXED_TOKENS = 64
+_FAKE_BREAK_EVEN_CONTEXT = 4096
 _NO_SINK = SinkAddress(host="", port=0, sink_id="", key=b"")
 
 
@@ -73,6 +74,7 @@ def fake_engine(step_s: float, *, max_num_seqs: int) -> Engine[Any]:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=_FAKE_BATCHED_TOKENS,
         max_mixed_tokens=max(_FAKE_MIXED_TOKENS, max_num_seqs),
+        break_even_context=_FAKE_BREAK_EVEN_CONTEXT,
     )
     info = ModelInfo(
         model_id="fake",

@@ -73,6 +73,7 @@ def make_engine(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 32,
     max_mixed_tokens: int = 16,
+    break_even_context: int = 1000,
     enable_prefix_caching: bool = True,
     eos_token_ids: tuple[int, ...] = (),
 ) -> tuple[Engine, FakeRunner]:
@@ -84,6 +85,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_mixed_tokens=max_mixed_tokens,
+        break_even_context=break_even_context,
     )
     info = ModelInfo(
         model_id="fake",

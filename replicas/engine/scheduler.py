@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import math
 from dataclasses import dataclass
 
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.sequence import Sequence, SequenceStatus
+
+MIN_CHUNK_TOKENS = 8
+"""Fewest prompt tokens in a step that has room for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,40 @@ class StepPlan:
     num_tokens: int
 
 
+class PrefillBudget:
+    """What a step has left for prompt tokens, in tokens and in cost."""
+
+    def __init__(self, num_tokens: int, *, break_even_context: int | None) -> None:
+        """Allow `num_tokens`, each of cost 1 + position / break_even_context (1 when None)."""
+        self._num_tokens = num_tokens
+        self._cost = float(num_tokens)
+        self._break_even_context = break_even_context
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether not even one token is left."""
+        return self._num_tokens < 1 or self._cost < 1
+
+    def take(self, sequence: Sequence) -> int:
+        """Spend on the sequence's next tokens; returns how many, at least 1.
+
+        However long the context, `MIN_CHUNK_TOKENS` are granted: below that a step's fixed cost
+        dominates.
+        """
+        wanted = min(sequence.num_uncomputed_tokens, self._num_tokens)
+        context = self._break_even_context
+        if context is None:
+            self._num_tokens -= wanted
+            return wanted
+        # n tokens from position p cost n (1 + p / c) + n^2 / 2c; solved for n.
+        first = 1 + sequence.num_computed_tokens / context
+        affordable = int(context * (math.sqrt(first * first + 2 * self._cost / context) - first))
+        count = max(1, min(wanted, max(affordable, MIN_CHUNK_TOKENS)))
+        self._num_tokens -= count
+        self._cost -= count * first + count * count / (2 * context)
+        return count
+
+
 class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache and preemption.
 
@@ -66,13 +104,27 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_mixed_tokens: int,
+        break_even_context: int,
     ) -> None:
+        """Schedule over an allocator.
+
+        Args:
+            allocator: owned by the scheduler from here on.
+            page_size: tokens per page.
+            max_num_seqs: slots.
+            max_num_batched_tokens: tokens in a step without decode rows.
+            max_mixed_tokens: tokens in a step with decode rows; in terms of cost, see below.
+            break_even_context: context, tokens, at which a token's attention costs as much as
+                everything else about it. Beside decode rows, a prompt token at position p counts
+                as 1 + p / break_even_context: so a step's time stays bounded at any position.
+        """
         self.allocator = allocator
         self.page_size = page_size
         self.num_slots = max_num_seqs
         self.num_preemptions = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_mixed_tokens = max_mixed_tokens
+        self._break_even_context = break_even_context
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._num_waiting = 0
         self._running: list[Sequence] = []
@@ -127,8 +179,8 @@ class Scheduler:
             The plan, or None when nothing can be computed now.
         """
         rows = self._schedule_decodes()
-        budget = (self._max_mixed_tokens if rows else self._max_num_batched_tokens) - len(rows)
-        budget -= self._schedule_prefills(rows, budget)
+        budget = self._make_budget(len(rows))
+        self._schedule_prefills(rows, budget)
         self._admit(rows, budget)
         if not rows:
             return None
@@ -152,27 +204,31 @@ class Scheduler:
                 rows.append(self._take(sequence, 1))
         return rows
 
-    def _schedule_prefills(self, rows: list[ScheduledSequence], budget: int) -> int:
-        """Continue unfinished prompts; returns the number of tokens taken."""
-        num_taken = 0
+    def _make_budget(self, num_decodes: int) -> PrefillBudget:
+        if num_decodes == 0:
+            return PrefillBudget(self._max_num_batched_tokens, break_even_context=None)
+        num_left = self._max_mixed_tokens - num_decodes
+        return PrefillBudget(num_left, break_even_context=self._break_even_context)
+
+    def _schedule_prefills(self, rows: list[ScheduledSequence], budget: PrefillBudget) -> None:
+        """Continue unfinished prompts."""
         for sequence in self._running:
-            if budget <= num_taken:
+            if budget.is_spent:
                 break
             if not sequence.is_decode and sequence.has_work:
-                row = self._take(sequence, budget - num_taken)
-                rows.append(row)
-                num_taken += row.num_tokens
-        return num_taken
+                rows.append(self._take(sequence, budget.take(sequence)))
 
-    def _admit(self, rows: list[ScheduledSequence], budget: int) -> None:
-        while budget > 0 and self._free_slots and (sequence := self._peek_waiting()) is not None:
+    def _admit(self, rows: list[ScheduledSequence], budget: PrefillBudget) -> None:
+        while (
+            not budget.is_spent
+            and self._free_slots
+            and (sequence := self._peek_waiting()) is not None
+        ):
             if sequence.num_inflight > 0 or not self._start(sequence):
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
-            row = self._take(sequence, budget)
-            rows.append(row)
-            budget -= row.num_tokens
+            rows.append(self._take(sequence, budget.take(sequence)))
 
     def _peek_waiting(self) -> Sequence | None:
         while self._waiting:
@@ -227,8 +283,7 @@ class Scheduler:
             self.add(youngest)
         return True
 
-    def _take(self, sequence: Sequence, budget: int) -> ScheduledSequence:
-        count = min(sequence.num_uncomputed_tokens, budget)
+    def _take(self, sequence: Sequence, count: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens += count
         samples = sequence.num_computed_tokens == sequence.num_tokens

@@ -145,6 +145,7 @@ def build_engine(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_mixed_tokens=config.max_mixed_tokens,
+        break_even_context=_break_even_context(model_config),
     )
     model_info = ModelInfo(
         model_id=path.name,
@@ -234,6 +235,17 @@ def _load_native(config: EngineConfig) -> library.NativeUnavailable | None:
     except library.NativeUnavailable as error:
         return error
     return None
+
+
+def _break_even_context(model_config: ModelConfig) -> int:
+    """Context at which a token's attention takes as many FLOP as its projections.
+
+    Projections: 2 per weight. Attention: 2 H D for a score and 2 H D for its value, per position.
+    """
+    attention_size = model_config.num_heads * model_config.head_dim
+    kv_size = model_config.num_kv_heads * model_config.head_dim
+    per_channel = 2 * attention_size + 2 * kv_size + 3 * model_config.intermediate_size
+    return max(1, model_config.hidden_size * per_channel // (2 * attention_size))
 
 
 def _attention(config: EngineConfig) -> AttentionFn:

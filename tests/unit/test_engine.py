@@ -40,13 +40,38 @@ def test_long_prompt_is_computed_in_chunks():
 
 
 def test_chunks_beside_decodes_are_bounded():
-    engine, runner = make_engine(max_num_batched_tokens=32, max_mixed_tokens=16)
+    engine, runner = make_engine(
+        max_num_batched_tokens=32, max_mixed_tokens=16, break_even_context=10**9
+    )
     engine.add(make_request("a", prompt(4), max_tokens=40))
     engine.step()
     engine.add(make_request("b", prompt(100, seed=1), max_tokens=3))
     run(engine)
     mixed = [p.num_tokens for p in runner.plans[1:] if any(r.num_tokens == 1 for r in p.scheduled)]
     assert max(mixed) == 16
+
+
+def test_chunks_beside_decodes_shrink_with_the_context():
+    engine, runner = make_engine(
+        num_pages=128, max_num_batched_tokens=64, max_mixed_tokens=33, break_even_context=100
+    )
+    engine.add(make_request("a", prompt(4), max_tokens=60))
+    engine.step()
+    engine.add(make_request("b", prompt(600, seed=1), max_tokens=2))
+    assert output(run(engine)["b"]) == naive_tokens(prompt(600, seed=1), 2)
+    chunks = [
+        (part.start, part.num_tokens)
+        for plan in runner.plans
+        for part in plan.scheduled
+        if part.sequence.request.request_id == "b" and len(plan.scheduled) == 2
+    ]
+    for start, count in chunks[:-2]:
+        cost = sum(1 + position / 100 for position in range(start, start + count))
+        assert cost <= 32 or count == 8
+    counts = [count for _, count in chunks[:-2]]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > 20
+    assert counts[-1] == 8
 
 
 def test_second_request_reuses_the_prefix():
