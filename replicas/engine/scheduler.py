@@ -78,9 +78,10 @@ class PrefillBudget:
         if context is None:
             self._num_tokens -= wanted
             return wanted
-        # n tokens from position p cost n (1 + p / c) + n^2 / 2c; solved for n.
+        # n tokens from position p cost n (1 + p / c) + n^2 / 2c; solved for n, to the nearest.
         first = 1 + sequence.num_computed_tokens / context
-        affordable = int(context * (math.sqrt(first * first + 2 * self._cost / context) - first))
+        root = math.sqrt(first * first + 2 * self._cost / context)
+        affordable = round(2 * self._cost / (first + root))
         count = max(1, min(wanted, max(affordable, MIN_CHUNK_TOKENS)))
         self._num_tokens -= count
         self._cost -= count * first + count * count / (2 * context)
