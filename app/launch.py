@@ -195,6 +195,8 @@ def serve(launch: Launch, interrupt: Interrupt) -> int:
         "RAY_USAGE_STATS_ENABLED": "0",
         "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
         "PYTHONUNBUFFERED": "1",
+        # Ray's default of 15 makes the service wait for everything else on the machine.
+        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),
     }
     with launch.log_path.open("wb") as log:
         # A session of its own: Ctrl-C must reach this process only, which then drains that one.

@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 AttentionFn = Callable[..., tuple[jax.Array, jax.Array]]
 
+_COMPUTE_NICENESS = 4
 _DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 128}
 
 
@@ -215,6 +219,7 @@ def _platform(config: EngineConfig) -> str:
     if config.platform == "cpu":
         # Keeps jax from probing for TPUs, which is slow and noisy where libtpu is installed.
         jax.config.update("jax_platforms", "cpu")
+        _start_cpu_client()
     platform = jax.default_backend() if config.platform == "auto" else config.platform
     try:
         jax.devices(platform)
@@ -223,6 +228,26 @@ def _platform(config: EngineConfig) -> str:
             f"platform is {platform!r}, but jax has no such device: {error}"
         ) from error
     return platform
+
+
+def _start_cpu_client() -> None:
+    """Start XLA's CPU client so that its compute threads yield to the threads that serve.
+
+    On CPU the compute threads keep every core busy, and a thread that wakes up to pass a token on
+    would wait for its turn behind them. Threads inherit the niceness of the one that starts them
+    (Linux), so a thread of its own starts the client.
+    """
+
+    def start() -> None:
+        if sys.platform == "linux":
+            thread_id = threading.get_native_id()
+            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + _COMPUTE_NICENESS
+            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+        jax.devices("cpu")
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
 
 
 def _load_native(config: EngineConfig) -> library.NativeUnavailable | None:
