@@ -191,13 +191,16 @@ def serve(launch: Launch, interrupt: Interrupt) -> int:
     command = [sys.executable, "-m", "app.local_cluster"]
     command += [str(launch.config_path), str(launch.dashboard_port)]
     # Flags of Serve go into the config file, never here: they would break Serve's client.
-    environment = os.environ | {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-        "PYTHONUNBUFFERED": "1",
-        # Ray's default of 15 makes the service wait for everything else on the machine.
-        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),
-    }
+    # Ray's own niceness of 15 would make the service wait for everything else on the machine.
+    environment = (
+        {"RAY_worker_niceness": "0"}
+        | os.environ
+        | {
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+    )
     with launch.log_path.open("wb") as log:
         # A session of its own: Ctrl-C must reach this process only, which then drains that one.
         cluster = subprocess.Popen(
