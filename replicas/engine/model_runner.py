@@ -104,6 +104,7 @@ class ModelRunner:
             kv_pages=kv_pages,
             last_token_ids=jnp.zeros(config.max_num_seqs + 1, jnp.int32, device=replicated),
         )
+        self._max_mixed_tokens = config.max_mixed_tokens
         self._buckets = make_buckets(
             max_num_seqs=config.max_num_seqs,
             max_mixed_tokens=config.max_mixed_tokens,
@@ -123,11 +124,15 @@ class ModelRunner:
         return self._counter.count - self._num_compiles_at_warmup
 
     def warm_up(self, report_progress: ProgressFn) -> None:
-        """Load or compile every program, and run each once on padding only."""
+        """Load or compile every program; run those of decode steps once, on padding only.
+
+        A first call costs milliseconds: much beside a decode step, nothing beside a long prompt.
+        """
         for index, bucket in enumerate(self._buckets):
             report_progress("programs", index, len(self._buckets))
             self._programs[bucket] = self._load_program(bucket)
-            self._run(bucket, self._padding(bucket)).block_until_ready()
+            if bucket.num_tokens <= self._max_mixed_tokens:
+                self._run(bucket, self._padding(bucket)).block_until_ready()
         report_progress("programs", len(self._buckets), len(self._buckets))
         self._num_compiles_at_warmup = self._counter.count
 
