@@ -46,7 +46,9 @@ logger = logging.getLogger(__name__)
 
 AttentionFn = Callable[..., tuple[jax.Array, jax.Array]]
 
-_COMPUTE_NICENESS = 4
+_COMPUTE_NICENESS = 15
+"""What Ray gives to whole workers by default; enough for others to preempt at once."""
+_MIN_NICENESS_STEP = 4
 _DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 128}
 
 
@@ -241,8 +243,8 @@ def _start_cpu_client() -> None:
     def start() -> None:
         if sys.platform == "linux":
             thread_id = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + _COMPUTE_NICENESS
-            os.setpriority(os.PRIO_PROCESS, thread_id, niceness)
+            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + _MIN_NICENESS_STEP
+            os.setpriority(os.PRIO_PROCESS, thread_id, max(niceness, _COMPUTE_NICENESS))
         jax.devices("cpu")
 
     thread = threading.Thread(target=start)

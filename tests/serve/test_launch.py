@@ -199,6 +199,17 @@ def stream(port: int, num_tokens: int, started: threading.Event, chunks: list[by
     connection.close()
 
 
+def compiles_after_warmup(port: int) -> float:
+    """The total over all replicas, from /metrics."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    values = re.findall(r"^systole_engine_compiles_after_warmup_total\{.*\} (\S+)$", text, re.M)
+    assert values
+    return sum(map(float, values))
+
+
 def is_running(pid: int) -> bool:
     """Whether a process exists and is not a zombie."""
     try:
@@ -216,6 +227,7 @@ def check_drain(server: MakeServe, signal_number: signal.Signals) -> None:
     client = threading.Thread(target=stream, args=(server.port, 64, started, chunks))
     client.start()
     assert started.wait(timeout=60)
+    assert compiles_after_warmup(server.port) == 0
     took_s = server.stop(signal_number)
     client.join()
     assert chunks[-1].strip() == b"data: [DONE]", "the running stream was cut"
