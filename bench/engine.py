@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import report
+from bench.measurement import percentile
 from replicas.config import EngineConfig
 from replicas.engine.buckets import make_buckets, smallest_bucket
 from replicas.engine.engine import Engine
@@ -110,12 +112,6 @@ class Measurement:
     num_steps: int
     num_preemptions: int
     num_compiles: int
-
-
-def percentile(values: list[float], fraction: float) -> float:
-    """Nearest-rank percentile."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
 def make_requests(
@@ -271,8 +267,9 @@ def main() -> None:
         }
         print(json.dumps(rounded), flush=True)
     if args.output is not None:
-        stamp = {"arguments": {k: str(v) for k, v in vars(args).items()}}
-        args.output.write_text(json.dumps(stamp | {"results": [asdict(r) for r in results]}))
+        arguments = {k: str(v) for k, v in vars(args).items()}
+        measured = {"arguments": arguments, "results": [asdict(r) for r in results]}
+        report.write_json(args.output, {"stamp": report.stamp()} | measured)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ class ModelRunner:
 
         if self._store is None:
             return compile_()
-        return self._store.load_or_compile(repr(bucket), compile_)[0]
+        return self._store.load_or_compile(repr(bucket), compile_)
 
     def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
         layout = self._layouts[bucket]

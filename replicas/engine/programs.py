@@ -79,23 +79,21 @@ class ProgramStore:
         self._key = key
         self._devices = devices
 
-    def load_or_compile(self, name: str, compile_: Callable[[], jax.stages.Compiled]):
+    def load_or_compile(
+        self, name: str, compile_: Callable[[], jax.stages.Compiled]
+    ) -> jax.stages.Compiled:
         """Return the stored program, or compile and store it.
 
         Args:
             name: identifies the program within the key, such as its bucket.
             compile_: called when there is no valid stored program.
-
-        Returns:
-            The program, and whether it was compiled now.
         """
         path = self._path(name)
         program = self._load(path)
-        if program is not None:
-            return program, False
-        program = compile_()
-        self._save(path, program)
-        return program, True
+        if program is None:
+            program = compile_()
+            self._save(path, program)
+        return program
 
     def _path(self, name: str) -> Path:
         digest = hashlib.sha256(f"{self._key}\0{name}".encode()).hexdigest()

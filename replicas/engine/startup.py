@@ -123,12 +123,10 @@ def build_engine(
     started_s = time.monotonic()
     path = Path(config.model)
     model_config = load_model_config(path)
-    native_error = _load_native(config)
+    platform = _platform(config)
+    native_error = _load_native(config, platform)
     config = resolve_config(
-        config,
-        model_config,
-        platform=_platform(config),
-        has_native=native_error is None,
+        config, model_config, platform=platform, has_native=native_error is None
     )
     if "native" in (config.attention, config.matmul) and native_error is not None:
         raise ValueError(f"attention or matmul is 'native', but: {native_error}")
@@ -252,10 +250,10 @@ def _start_cpu_client() -> None:
     thread.join()
 
 
-def _load_native(config: EngineConfig) -> library.NativeUnavailable | None:
+def _load_native(config: EngineConfig, platform: str) -> library.NativeUnavailable | None:
     """Load the native kernels unless the configuration rules them out."""
     is_ruled_out = config.attention == "reference" and config.matmul == "xla"
-    if is_ruled_out or _platform(config) != "cpu":
+    if is_ruled_out or platform != "cpu":
         return library.NativeUnavailable("native kernels are for the CPU platform")
     try:
         library.load()

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
     from jaxtyping import Array, Float
 
-NULL_PAGE = 0
-
 
 def kv_pages_shape(
     config: ModelConfig, *, num_pages: int, page_size: int, num_shards: int = 1

@@ -47,10 +47,6 @@ class ModelFamily:
         specs = self.param_specs(config, num_shards=num_shards)
         return jax.tree.map(lambda spec: spec.abstract(dtype), specs, is_leaf=_is_spec)
 
-    def logical_axes(self, config: ModelConfig) -> Any:
-        """Return the parameter tree with the tuple of logical axis names at every leaf."""
-        return jax.tree.map(lambda spec: spec.axes, self.param_specs(config), is_leaf=_is_spec)
-
 
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily(
