@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.2
+MAX_HANDOVER_S = 0.002
+"""Longest pause of the device thread for the event loop to send tokens."""
 
 
 class RunningEngine(Protocol):
@@ -114,6 +117,7 @@ class EngineDeployment:
         self._events: LoadEvents | None = None
         self._metrics = EngineMetrics()
         self._watch: asyncio.Task[None] | None = None
+        self._sent = threading.Event()
         self._started = self._loop.create_task(self._start())
 
     async def generate(
@@ -209,11 +213,21 @@ class EngineDeployment:
         self._watch = self._loop.create_task(self._watch_engine(engine))
 
     def _on_step_of_thread(self, events: StepEvents) -> None:
+        """Hand a step's events over, and let the event loop send its tokens before this goes on.
+
+        The device has its next step already. Without the pause this thread plans the one after
+        that first, and the interpreter lock makes the tokens wait for a millisecond.
+        """
+        self._sent.clear()
         with contextlib.suppress(RuntimeError):  # the loop closes before the device thread ends
             self._loop.call_soon_threadsafe(self._on_step, events)
+            if events.deltas:
+                self._sent.wait(MAX_HANDOVER_S)
 
     def _on_step(self, events: StepEvents) -> None:
         self._stream.publish(events.deltas)
+        # The transports write at the end of this turn of the loop.
+        self._loop.call_soon(self._sent.set)
         if self._events is not None:
             self._events.on_step(events.load)
 

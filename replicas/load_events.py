@@ -20,6 +20,8 @@ from replicas.wire import ModelInfo, ReplicaLoad, ReplicaReport, SinkAddress
 LEASE_S = 3.0
 MIN_INTERVAL_S = 0.02
 MAX_INTERVAL_S = 1.0
+PAGE_NEWS_DIVISOR = 64
+"""A change of more than one page in so many is sent at once; less waits for the next event."""
 MAX_BUFFERED_BYTES = 1 << 16
 
 
@@ -157,10 +159,14 @@ class LoadEvents:
 
 
 def _is_news(sent: ReplicaLoad, load: ReplicaLoad) -> bool:
-    """Whether a router would decide otherwise."""
+    """Whether a router would decide otherwise.
+
+    Decoding takes a page in most steps; a router that knows the requests counts on that, so only a
+    change that it could not foresee is worth an event of its own.
+    """
     return (
         sent.num_running != load.num_running
         or sent.num_waiting != load.num_waiting
-        or sent.num_free_pages != load.num_free_pages
+        or abs(sent.num_free_pages - load.num_free_pages) > load.num_pages // PAGE_NEWS_DIVISOR
         or sent.num_pending_prefill_tokens != load.num_pending_prefill_tokens
     )
