@@ -139,26 +139,70 @@ def make_requests(
     return requests
 
 
-def measure(engine: Engine[Any], requests: list[GenerateRequest], concurrency: int) -> Measurement:
-    """Run the requests closed-loop: a new one enters when one ends."""
-    queue = list(reversed(requests))
-    started_at: dict[str, float] = {}
+class Arrivals:
+    """Lets requests into an engine: closed-loop, or each at its own time.
+
+    Attributes:
+        entered_at: `time.perf_counter()` by request id.
+        num_ended: requests that have ended; whoever drives the engine counts them.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[Any],
+        requests: list[GenerateRequest],
+        concurrency: int,
+        interval_s: float | None,
+    ) -> None:
+        """Begin now; see `measure` for the arguments."""
+        self.entered_at: dict[str, float] = {}
+        self.num_ended = 0
+        self._engine = engine
+        self._requests = requests
+        self._concurrency = concurrency
+        self._interval_s = interval_s
+        self._begin = time.perf_counter()
+
+    def enter_due(self) -> bool:
+        """Let in who is due, waiting for the next when there is nothing else; False after all."""
+        while (index := len(self.entered_at)) < len(self._requests):
+            if self._interval_s is None:
+                if index - self.num_ended >= self._concurrency:
+                    return True
+            elif (early_s := self._begin + self._interval_s * index - time.perf_counter()) > 0:
+                if self._engine.has_work:
+                    return True
+                time.sleep(early_s)
+            request = self._requests[index]
+            self._engine.validate(request)
+            self._engine.add(request)
+            self.entered_at[request.request_id] = time.perf_counter()
+        return False
+
+
+def measure(
+    engine: Engine[Any],
+    requests: list[GenerateRequest],
+    concurrency: int,
+    *,
+    interval_s: float | None = None,
+) -> Measurement:
+    """Run requests: a new one enters when one ends or, with `interval_s`, at its own time.
+
+    Args:
+        engine: warmed up and idle.
+        requests: in the order of their arrival.
+        concurrency: how many start at once and then run; only reported when there is an interval.
+        interval_s: seconds between two arrivals, whatever has ended.
+    """
+    arrivals = Arrivals(engine, requests, concurrency, interval_s)
     first_at: dict[str, float] = {}
     ttfts: list[float] = []
     tpots: list[float] = []
     steps: list[tuple[float, Any, bool]] = []
     num_output = 0
     begin = time.perf_counter()
-
-    def enter() -> None:
-        request = queue.pop()
-        engine.validate(request)
-        engine.add(request)
-        started_at[request.request_id] = time.perf_counter()
-
-    for _ in range(min(concurrency, len(queue))):
-        enter()
-    while engine.has_work:
+    while arrivals.enter_due() or engine.has_work:
         is_decode = engine.load().num_pending_prefill_tokens == 0
         step_begin = time.perf_counter()
         events = engine.step()
@@ -168,12 +212,11 @@ def measure(engine: Engine[Any], requests: list[GenerateRequest], concurrency: i
             num_output += len(delta.token_ids)
             if delta.request_id not in first_at:
                 first_at[delta.request_id] = now
-                ttfts.append(now - started_at[delta.request_id])
+                ttfts.append(now - arrivals.entered_at[delta.request_id])
             if delta.result is not None:
                 num_later = max(1, delta.result.num_output_tokens - 1)
                 tpots.append((now - first_at[delta.request_id]) / num_later)
-                if queue:
-                    enter()
+                arrivals.num_ended += 1
     seconds = time.perf_counter() - begin
     decode = [s for s, _, is_decode in steps if is_decode]
     load = engine.load()
@@ -220,6 +263,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--matmul", default="auto", choices=["auto", "native", "xla"])
     parser.add_argument("--concurrency", default="1,4,16,32")
     parser.add_argument("--requests-per", type=int, default=2, help="requests per concurrency unit")
+    parser.add_argument(
+        "--stagger-s",
+        type=float,
+        help="one request per concurrency unit, arriving over so many seconds",
+    )
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--shared-tokens", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -259,15 +307,18 @@ def main() -> None:
     measure(engine, make_requests(args, 2, vocab_size, seed=10**6), 2)
     results: list[Measurement] = []
     for concurrency in concurrencies:
-        count = max(2, concurrency * args.requests_per)
+        if args.stagger_s is None:
+            interval_s, count = None, max(2, concurrency * args.requests_per)
+        else:
+            interval_s, count = args.stagger_s / concurrency, concurrency
         requests = make_requests(args, count, vocab_size, seed=concurrency)
-        results.append(measure(engine, requests, concurrency))
+        results.append(measure(engine, requests, concurrency, interval_s=interval_s))
         rounded = {
             k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(results[-1]).items()
         }
         print(json.dumps(rounded), flush=True)
     if args.output is not None:
-        arguments = {k: str(v) for k, v in vars(args).items()}
+        arguments = {k: None if v is None else str(v) for k, v in vars(args).items()}
         measured = {"arguments": arguments, "results": [asdict(r) for r in results]}
         report.write_json(args.output, {"stamp": report.stamp()} | measured)
 

@@ -31,11 +31,12 @@ def compare(serve: dict[str, Any], engine: dict[str, Any]) -> list[dict[str, Any
         if ours != bare:
             raise ValueError(f"{name} differs: {ours} over HTTP, {bare} in the bare engine")
     rows: list[dict[str, Any]] = []
+    stagger_s = engine["arguments"].get("stagger_s")
     for level in sorted({result["concurrency"] for result in engine["results"]}):
         over_http = [
             run["summary"]
             for run in serve["runs"]
-            if run["mode"] == "sweep" and run["concurrency"] == level and run["summary"]["num_ok"]
+            if _is_same_load(run, level, stagger_s) and run["summary"]["num_ok"]
         ]
         bare = [result for result in engine["results"] if result["concurrency"] == level]
         if not over_http:
@@ -60,6 +61,14 @@ def compare(serve: dict[str, Any], engine: dict[str, Any]) -> list[dict[str, Any
             row[name] = statistics.median(known) if known else None
         rows.append(row)
     return rows
+
+
+def _is_same_load(run: dict[str, Any], level: int, stagger_s: str | None) -> bool:
+    """Whether a run over HTTP offered what the bare engine was offered."""
+    if stagger_s is None:
+        return run["mode"] == "sweep" and run["concurrency"] == level
+    is_staggered = run["mode"] == "staggered" and run["streams"] == level
+    return is_staggered and run["stagger_s"] == float(stagger_s)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

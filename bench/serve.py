@@ -391,7 +391,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--server-pids", type=_integers, default=[], help="account CPU to these processes")
     add("--server-match", default="", help="account CPU to processes whose command line matches")
     add("--engine-match", default="replica:Engine", help="groups of processes that are the engine")
-    add("--idle-s", type=float, default=3.0, help="seconds to watch the idle server before")
+    # Ray's processes report every 10 s: less than two of these periods would be a matter of luck.
+    add("--idle-s", type=float, default=20.0, help="seconds to watch the idle server before")
     add("--out", type=Path, help="JSON file; default: a new one under bench/results/")
     add("--no-plot", action="store_true")
     return parser.parse_args(argv)

@@ -60,3 +60,13 @@ def test_reports_of_other_lengths_are_not_compared(
     paths[0].write_text(json.dumps(serve_report(prompt_tokens=64)))
     with pytest.raises(SystemExit, match="prompt_tokens differs: 64 over HTTP, 128"):
         overhead.main([str(path) for path in paths])
+
+
+def test_staggered_streams_are_compared_with_staggered_streams() -> None:
+    serve, engine = serve_report(), engine_report()
+    engine["arguments"]["stagger_s"] = "8.0"
+    assert overhead.compare(serve, engine) == []
+    for run, stagger_s in zip(serve["runs"], (8.0, 8.0, 4.0), strict=True):
+        run.update(mode="staggered", streams=4, stagger_s=stagger_s)
+    (row,) = overhead.compare(serve, engine)
+    assert row["share %"] == pytest.approx(92.5)
