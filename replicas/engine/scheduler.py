@@ -20,10 +20,10 @@ from replicas.engine.sequence import Sequence, SequenceStatus
 MIN_CHUNK_TOKENS = 8
 """Fewest prompt tokens in a step that has room for them."""
 
-MIN_MIXED_TOKENS = 32
-MIXED_TOKENS_PER_DECODE = 3
-"""Size of a step with decode rows: a prompt may stretch the step of few streams, which is short,
-by less than that of many. Measured on CPU, where it keeps the stretch below 4."""
+MIN_PREFILL_BESIDE_DECODES = 16
+PREFILL_PER_DECODE = 2
+"""Prompt tokens in a step with decode rows: a prompt may stretch the step of few streams, which is
+short, by less than that of many. Measured on CPU, where it keeps the stretch below 3."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,6 @@ class StepPlan:
 
     scheduled: tuple[ScheduledSequence, ...]
     num_tokens: int
-
-
-def next_power_of_two(value: int) -> int:
-    """The smallest power of two >= `value` >= 1."""
-    return 1 << (value - 1).bit_length()
 
 
 class PrefillBudget:
@@ -125,7 +120,7 @@ class Scheduler:
             max_num_seqs: slots.
             max_num_batched_tokens: tokens in a step without decode rows.
             max_mixed_tokens: most tokens in a step with decode rows; >= max_num_seqs. With few
-                of them it is less (`MIXED_TOKENS_PER_DECODE`), and counted by cost, see below.
+                of them it is less (`PREFILL_PER_DECODE`), and counted by cost, see below.
             break_even_context: context, tokens, at which a token's attention costs as much as
                 everything else about it. Beside decode rows, a prompt token at position p counts
                 as 1 + p / break_even_context: so a step's time stays bounded at any position.
@@ -219,9 +214,8 @@ class Scheduler:
     def _make_budget(self, num_decodes: int) -> PrefillBudget:
         if num_decodes == 0:
             return PrefillBudget(self._max_num_batched_tokens, break_even_context=None)
-        wanted = next_power_of_two(MIXED_TOKENS_PER_DECODE * num_decodes)
-        num_tokens = min(self._max_mixed_tokens, max(MIN_MIXED_TOKENS, wanted))
-        num_left = max(0, num_tokens - num_decodes)
+        wanted = max(MIN_PREFILL_BESIDE_DECODES, PREFILL_PER_DECODE * num_decodes)
+        num_left = min(wanted, self._max_mixed_tokens - num_decodes)
         return PrefillBudget(num_left, break_even_context=self._break_even_context)
 
     def _schedule_prefills(self, rows: list[ScheduledSequence], budget: PrefillBudget) -> None:
