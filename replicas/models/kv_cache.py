@@ -48,5 +48,24 @@ def allocate_kv_pages(
     sharding: jax.sharding.Sharding | None = None,
 ) -> tuple[Float[Array, "N 2K page D"], ...]:
     """Allocate zeroed pages, one array per layer, straight in their sharding."""
+    return tuple(
+        jnp.zeros(layer.shape, layer.dtype, device=sharding)
+        for layer in abstract_kv_pages(
+            config, num_pages=num_pages, page_size=page_size, dtype=dtype, num_shards=num_shards
+        )
+    )
+
+
+def abstract_kv_pages(
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+    num_shards: int = 1,
+    sharding: jax.sharding.Sharding | None = None,
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Return what `allocate_kv_pages` would allocate, without memory."""
     shape = kv_pages_shape(config, num_pages=num_pages, page_size=page_size, num_shards=num_shards)
-    return tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(config.num_layers))
+    layer = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    return (layer,) * config.num_layers
