@@ -111,7 +111,7 @@ class LoadClient:
         return orjson.dumps(
             {
                 "model": self.model,
-                "prompt": spec.prompt_token_ids,
+                "prompt": spec.prompt_token_ids if spec.text is None else spec.text,
                 "max_tokens": spec.max_tokens,
                 "temperature": 0,
                 "ignore_eos": True,

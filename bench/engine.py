@@ -1,7 +1,9 @@
 """The bare engine: no HTTP, no Ray. Tokens per second, and where a step's time goes.
 
 `--fake-step-ms` replaces the device by one that takes a constant time, which leaves the host's own
-cost per step: everything that the device would wait for.
+cost per step: everything that the device would wait for. `--host-path` measures that cost at 32 and
+256 sequences, and with many waiting; `--spread` measures how evenly decode steps take their time,
+beside a fixed loop on the same machine.
 """
 
 from __future__ import annotations
@@ -15,79 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench import report
+from bench import host_path, report, spread
+from bench.constant_time import fake_engine
 from bench.measurement import percentile
 from replicas.config import EngineConfig
-from replicas.engine.buckets import make_buckets, smallest_bucket
 from replicas.engine.engine import Engine
-from replicas.engine.page_allocator import PageAllocator
-from replicas.engine.scheduler import Scheduler, StepPlan
-from replicas.engine.step import PackedLayout, SlotTable, pack_step
-from replicas.wire import GenerateRequest, ModelInfo, SamplingParams, SinkAddress
+from replicas.wire import GenerateRequest, SamplingParams, SinkAddress
 
-_FAKE_BATCHED_TOKENS = 512
-_FAKE_MIXED_TOKENS = 64
-_FAKE_BREAK_EVEN_CONTEXT = 4096
 _NO_SINK = SinkAddress(host="", port=0, sink_id="", key=b"")
-
-
-class ConstantTimeRunner:
-    """A device on which every step takes the same time; sampled tokens are arbitrary.
-
-    Packs each step as the real runner does, since the device waits for that too.
-    """
-
-    num_compiles_after_warmup = 0
-
-    def __init__(self, step_s: float, *, num_slots: int, pages_per_seq: int) -> None:
-        self._step_s = step_s
-        self._free_at_s = 0.0
-        self._table = SlotTable(num_slots=num_slots, pages_per_seq=pages_per_seq)
-        self._buckets = make_buckets(
-            max_num_seqs=num_slots,
-            max_mixed_tokens=max(_FAKE_MIXED_TOKENS, num_slots),
-            max_num_batched_tokens=_FAKE_BATCHED_TOKENS,
-        )
-        self._layouts = {b: PackedLayout(b, pages_per_seq) for b in self._buckets}
-
-    def launch(self, plan: StepPlan) -> tuple[float, int]:
-        """Pack a step and queue it behind the ones before it."""
-        bucket = smallest_bucket(
-            self._buckets, num_tokens=plan.num_tokens, num_seqs=len(plan.scheduled)
-        )
-        pack_step(plan, self._layouts[bucket], self._table)
-        self._free_at_s = max(self._free_at_s, time.monotonic()) + self._step_s
-        return self._free_at_s, len(plan.scheduled)
-
-    def fetch(self, step: tuple[float, int]) -> list[int]:
-        """Sleep until the step is done."""
-        ready_at_s, num_rows = step
-        time.sleep(max(0.0, ready_at_s - time.monotonic()))
-        return [7] * num_rows
-
-
-def fake_engine(step_s: float, *, max_num_seqs: int) -> Engine[Any]:
-    """An engine on a `ConstantTimeRunner`, with pages for all its slots."""
-    page_size, pages_per_seq = 16, 64
-    num_pages = 1 + max_num_seqs * pages_per_seq
-    scheduler = Scheduler(
-        PageAllocator(num_pages),
-        page_size=page_size,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=_FAKE_BATCHED_TOKENS,
-        max_mixed_tokens=max(_FAKE_MIXED_TOKENS, max_num_seqs),
-        break_even_context=_FAKE_BREAK_EVEN_CONTEXT,
-    )
-    info = ModelInfo(
-        model_id="fake",
-        max_model_len=pages_per_seq * page_size,
-        max_request_tokens=pages_per_seq * page_size,
-        vocab_size=32000,
-        eos_token_ids=(),
-        fingerprint="fake",
-    )
-    runner = ConstantTimeRunner(step_s, num_slots=max_num_seqs, pages_per_seq=pages_per_seq)
-    return Engine(scheduler, runner, model_info=info)
 
 
 @dataclass
@@ -276,6 +213,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--program-store", default=".cache/programs")
     parser.add_argument("--fake-step-ms", type=float, help="replace the device; measures the host")
+    parser.add_argument(
+        "--host-path", action="store_true", help="measure the host and nothing else"
+    )
+    parser.add_argument("--spread", type=int, metavar="N", help="then N steady decode steps at 16")
     parser.add_argument("--output", type=Path, help="write all measurements as JSON")
     return parser.parse_args()
 
@@ -283,6 +224,11 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     """Measure each concurrency and print one line of JSON for each."""
     args = parse_args()
+    if args.host_path:
+        rows = host_path.measure_all((args.fake_step_ms or 5.0) / 1e3)
+        print(report.format_table(rows))
+        _write(args, {"host_path": rows})
+        return
     concurrencies = [int(c) for c in args.concurrency.split(",")]
     if args.fake_step_ms is not None:
         engine = fake_engine(args.fake_step_ms / 1e3, max_num_seqs=max(concurrencies))
@@ -317,10 +263,18 @@ def main() -> None:
             k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(results[-1]).items()
         }
         print(json.dumps(rounded), flush=True)
+    measured: dict[str, Any] = {"results": [asdict(r) for r in results]}
+    if args.spread:
+        measured["spread"] = spread.measure(engine, num_steps=args.spread)
+        print(json.dumps({"spread": measured["spread"]}), flush=True)
+    _write(args, measured)
+
+
+def _write(args: argparse.Namespace, measured: dict[str, Any]) -> None:
     if args.output is not None:
         arguments = {k: None if v is None else str(v) for k, v in vars(args).items()}
-        measured = {"arguments": arguments, "results": [asdict(r) for r in results]}
-        report.write_json(args.output, {"stamp": report.stamp()} | measured)
+        stamped = {"stamp": report.stamp(), "arguments": arguments}
+        report.write_json(args.output, stamped | measured)
 
 
 if __name__ == "__main__":

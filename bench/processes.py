@@ -16,6 +16,7 @@ from pathlib import Path
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _LISTEN = "0A"
+_ZOMBIE = "Z"
 _SESSION = re.compile(r"session_[0-9]{4}-[0-9_-]+")
 # Title of a Ray worker: "ray::ServeReplica:<application>:<deployment>", maybe with a method behind.
 _REPLICA = re.compile(r"ray::ServeReplica:[^:]*:([^\s.:#()]+)")
@@ -94,6 +95,16 @@ def match_processes(pattern: str) -> list[Process]:
 def by_pid(pids: Iterable[int]) -> list[Process]:
     """Given processes."""
     return [Process(pid, group_of(_title(pid))) for pid in pids]
+
+
+def in_group(group: int) -> list[int]:
+    """Living processes of a process group; zombies, which nobody may reap, are not."""
+    members: list[int] = []
+    for pid in _parents():
+        fields = _stat_fields(_PROC / str(pid) / "stat")
+        if fields and int(fields[2]) == group and fields[0] != _ZOMBIE:
+            members.append(pid)
+    return members
 
 
 class CpuMeter:

@@ -106,6 +106,44 @@ def plot_sweep(path: Path, runs: Sequence[dict[str, Any]], knee: int | None) -> 
         pyplot.close(figure)
 
 
+def plot_peers(path: Path, rows: Sequence[dict[str, Any]], names: tuple[str, str]) -> None:
+    """Throughput and TTFT of two servers over concurrency, with the range over the rounds.
+
+    Args:
+        path: PNG to write.
+        rows: of `bench.peers.compare`.
+        names: of the servers.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4))
+    try:
+        titles = {"output_tokens_per_s": "output tokens/s", "ttft_p50_ms": "TTFT p50, ms"}
+        for axis, (key, title) in zip(axes, titles.items(), strict=True):
+            for name in names:
+                points = [(row["concurrency"], row[key][name]) for row in rows if key in row]
+                medians = [value["median"] for _, value in points]
+                spread = [
+                    [value["median"] - value["low"] for _, value in points],
+                    [value["high"] - value["median"] for _, value in points],
+                ]
+                axis.errorbar([c for c, _ in points], medians, spread, fmt="o-", label=name)
+            axis.set_title(title)
+            axis.set_xscale("log", base=2)
+            levels = [row["concurrency"] for row in rows]
+            axis.set_xticks(levels, [str(level) for level in levels])
+            axis.set_xlabel("concurrent requests")
+            axis.set_ylim(bottom=0)
+            axis.legend()
+        figure.tight_layout()
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot.close(figure)
+
+
 def _plot_gaps(axis: Any, runs: Sequence[dict[str, Any]]) -> None:
     for run in runs:
         times = [request["event_times_s"] for request in run["requests"]]

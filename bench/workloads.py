@@ -24,6 +24,13 @@ TRACE_FILES = {
 }
 MOONCAKE_BLOCK = 512  # prompt tokens per hash id
 MOONCAKE_TICK_S = 3.0  # resolution of its timestamps
+_WORD_LIST = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work night point "
+    "home water room mother area money story fact month lot right study book eye job word business "
+    "issue side kind head house service friend father power hour game line end member law car city"
+)
+_WORDS = tuple(_WORD_LIST.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +39,15 @@ class RequestSpec:
 
     Attributes:
         arrival_s: seconds after the start of the run; ignored by closed-loop drivers.
-        prompt_token_ids: at least one.
+        prompt_token_ids: at least one, but where there is a text.
         max_tokens: output tokens; drivers set ignore_eos, so exactly as many are produced.
+        text: sent instead of token ids, to servers that take none.
     """
 
     arrival_s: float
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+    text: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +106,15 @@ def fixed(
     return tuple(
         RequestSpec(arrival_s=i * interval_s, prompt_token_ids=prompt, max_tokens=shape.max_tokens)
         for i, prompt in enumerate(_prompts(count, shape, seed, vocabulary or Vocabulary()))
+    )
+
+
+def fixed_text(count: int, shape: Shape, *, seed: int = 0) -> tuple[RequestSpec, ...]:
+    """`fixed` with words for token ids, one or two tokens each for most tokenizers."""
+    words = Vocabulary(low=0, high=len(_WORDS))
+    return tuple(
+        dataclasses.replace(spec, text=" ".join(_WORDS[i] for i in spec.prompt_token_ids))
+        for spec in fixed(count, shape, seed=seed, vocabulary=words)
     )
 
 

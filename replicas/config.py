@@ -6,13 +6,18 @@ config (`EngineConfig.resolve` in engine start-up), never by mutation.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Platform = Literal["auto", "cpu", "tpu"]
 AttentionImpl = Literal["auto", "native", "reference"]
 MatmulImpl = Literal["auto", "native", "xla"]
 RopeKind = Literal["default", "linear", "llama3"]
+CompilerOption = bool | int | float | str
+
+_OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +122,10 @@ class ModelConfig:
             raise ValueError(f"sliding_window must be >= 1, got {self.sliding_window}")
 
 
+def _no_options() -> dict[str, CompilerOption]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """How one replica runs its model.
@@ -139,6 +148,10 @@ class EngineConfig:
             bfloat16 on one CPU device where a compiler was found.
         tensor_parallel: devices that one model is sharded over.
         program_store: directory of compiled programs, or None to compile at every start.
+        xla_options: options of XLA's compiler for every program, by name without dashes; which
+            there are depends on the platform, and the compiler refuses others at start.
+        libtpu_options: flags of libtpu by name without dashes, for platform "tpu"; added to
+            LIBTPU_INIT_ARGS before the TPU is opened.
     """
 
     model: str
@@ -156,6 +169,9 @@ class EngineConfig:
     matmul: MatmulImpl = "auto"
     tensor_parallel: int = 1
     program_store: str | None = None
+    # Left out of the hash, not of equality: a mapping has none.
+    xla_options: Mapping[str, CompilerOption] = field(default_factory=_no_options, hash=False)
+    libtpu_options: Mapping[str, CompilerOption] = field(default_factory=_no_options, hash=False)
 
     def __post_init__(self) -> None:
         if self.page_size is not None and (
@@ -189,5 +205,22 @@ class EngineConfig:
                 f"matmul 'native' needs dtype 'bfloat16' and tensor_parallel 1, got {self.dtype!r} "
                 f"and {self.tensor_parallel}"
             )
+        _check_options("xla_options", self.xla_options)
+        _check_options("libtpu_options", self.libtpu_options)
+        if self.libtpu_options and self.platform != "tpu":
+            raise ValueError(
+                f"libtpu_options need platform 'tpu', got {self.platform!r}: no other reads them"
+            )
         if self.tensor_parallel < 1:
             raise ValueError(f"tensor_parallel must be >= 1, got {self.tensor_parallel}")
+
+
+def _check_options(setting: str, options: Mapping[str, CompilerOption]) -> None:
+    for name, value in options.items():
+        if not _OPTION_NAME.fullmatch(name):
+            raise ValueError(
+                f"{setting}: {name!r} is not the name of an option; write it without dashes, "
+                "as in xla_backend_optimization_level"
+            )
+        if isinstance(value, str) and any(character.isspace() for character in value):
+            raise ValueError(f"{setting}: the value of {name} has a space in it: {value!r}")

@@ -6,7 +6,7 @@ Knows nothing of what runs in a step. Invariant: the last bucket holds the large
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 MIN_ROWS = 8
 """Fewest rows of a matmul or row reduction: below 8, XLA's CPU reductions give other bits."""
@@ -23,6 +23,9 @@ class Bucket:
 
     num_tokens: int
     num_seqs: int
+
+    def __str__(self) -> str:
+        return "x".join(str(value) for value in astuple(self))
 
 
 def _powers_of_two(first: int, last: int) -> list[int]:

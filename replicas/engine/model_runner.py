@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 
 from replicas.config import EngineConfig
 from replicas.engine.buckets import Bucket, make_buckets, smallest_bucket
-from replicas.engine.programs import ProgramStore
+from replicas.engine.program_store import ProgramStore
 from replicas.engine.sampler import sample
 from replicas.engine.scheduler import StepPlan
 from replicas.engine.step import DeviceState, PackedLayout, SlotTable, pack_step
@@ -83,6 +83,8 @@ class ModelRunner:
     ) -> None:
         """Take parameters and pages as they lie on the devices; `warm_up` must follow.
 
+        Where both are abstract (`jax.ShapeDtypeStruct`), programs can be lowered, not run.
+
         Args:
             model: forward pass and output head.
             config: resolved engine configuration: nothing in it is None or "auto".
@@ -97,14 +99,17 @@ class ModelRunner:
         self._params = params
         self._replicated = replicated
         self._store = store
+        self._xla_options = dict(config.xla_options)
         self._table = SlotTable(
             num_slots=config.max_num_seqs,
             pages_per_seq=-(-config.max_model_len // config.page_size),
         )
-        self._state = DeviceState(
-            kv_pages=kv_pages,
-            last_token_ids=jnp.zeros(config.max_num_seqs + 1, jnp.int32, device=replicated),
+        last_token_ids: Any = jax.ShapeDtypeStruct(
+            (config.max_num_seqs + 1,), jnp.int32, sharding=replicated
         )
+        if isinstance(jax.tree.leaves(kv_pages)[0], jax.Array):
+            last_token_ids = jnp.zeros(last_token_ids.shape, jnp.int32, device=replicated)
+        self._state = DeviceState(kv_pages=kv_pages, last_token_ids=last_token_ids)
         self._max_mixed_tokens = config.max_mixed_tokens
         self._buckets = make_buckets(
             max_num_seqs=config.max_num_seqs,
@@ -118,6 +123,11 @@ class ModelRunner:
         self._programs: dict[Bucket, Any] = {}
         self._counter = CompileCounter()
         self._num_compiles_at_warmup = 0
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Shapes of all programs, smallest first."""
+        return self._buckets
 
     @property
     def num_compiles_after_warmup(self) -> int:
@@ -135,6 +145,8 @@ class ModelRunner:
             if bucket.num_tokens <= self._max_mixed_tokens:
                 self._run(bucket, self._padding(bucket)).block_until_ready()
         report_progress("programs", len(self._buckets), len(self._buckets))
+        if self._store is not None:
+            self._store.save_index()
         self._num_compiles_at_warmup = self._counter.count
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -157,14 +169,16 @@ class ModelRunner:
         return pack_step(StepPlan(scheduled=(), num_tokens=0), self._layouts[bucket], self._table)
 
     def _load_program(self, bucket: Bucket) -> Any:
-        def compile_() -> jax.stages.Compiled:
-            return self._lower(bucket).compile()
-
         if self._store is None:
-            return compile_()
-        return self._store.load_or_compile(repr(bucket), compile_)
+            return self.compile(self.lower(bucket))
+        return self._store.load_or_compile(str(bucket), lambda: self.lower(bucket), self.compile)
 
-    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+    def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compile a program with the configuration's options for the compiler."""
+        return lowered.compile(compiler_options=self._xla_options or None)
+
+    def lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        """Trace the program of a bucket; reads shapes only, so that abstract weights do."""
         layout = self._layouts[bucket]
 
         def step(

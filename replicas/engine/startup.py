@@ -7,14 +7,15 @@ chose.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +23,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import reference
 from kernels.cpu import library
-from replicas.config import EngineConfig, ModelConfig
+from replicas.config import CompilerOption, EngineConfig, ModelConfig
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
 from replicas.engine.model_runner import LaunchedStep, Model, ModelRunner, ProgressFn
 from replicas.engine.page_allocator import PageAllocator
-from replicas.engine.programs import ProgramStore, environment_key
+from replicas.engine.program_key import describe_environment, hash_parts, hash_sources
+from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
-from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
-from replicas.models.packing import pack_params
+from replicas.models.kv_cache import abstract_kv_pages, allocate_kv_pages, bytes_per_page
+from replicas.models.packing import abstract_packed_params, pack_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
     kv_pages_sharding,
@@ -39,7 +41,7 @@ from replicas.models.sharding import (
     shard_forward,
     shard_logits,
 )
-from replicas.models.weights import load_params
+from replicas.models.weights import abstract_params, load_params
 from replicas.wire import ModelInfo, StepEvents
 
 logger = logging.getLogger(__name__)
@@ -50,6 +52,25 @@ _COMPUTE_NICENESS = 15
 """What Ray gives to whole workers by default; enough for others to preempt at once."""
 _MIN_NICENESS_STEP = 4
 _DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 128}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """What an engine will be, before anything large exists.
+
+    Attributes:
+        config: resolved: nothing in it is None or "auto".
+        model_config: of the checkpoint.
+        mesh: devices of the replica.
+        fingerprint: digest of what determines the programs and, with equal weights, the tokens.
+        store: where its programs are kept, or None.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    mesh: Mesh
+    fingerprint: str
+    store: ProgramStore | None
 
 
 def resolve_config(
@@ -121,27 +142,16 @@ def build_engine(
     """Return a warmed-up engine without a thread; what benches and tests drive directly."""
     report = report_progress or _ignore_progress
     started_s = time.monotonic()
-    path = Path(config.model)
-    model_config = load_model_config(path)
-    platform = _platform(config)
-    native_error = _load_native(config, platform)
-    config = resolve_config(
-        config, model_config, platform=platform, has_native=native_error is None
-    )
-    if "native" in (config.attention, config.matmul) and native_error is not None:
-        raise ValueError(f"attention or matmul is 'native', but: {native_error}")
+    plan = plan_engine(config)
+    config, model_config, store = plan.config, plan.model_config, plan.store
     assert config.page_size is not None
     assert config.num_pages is not None
     assert config.max_model_len is not None
     logger.info("engine configuration: %s", config)
-    fingerprint = _fingerprint(config, model_config)
-    mesh = make_mesh(config)
-    store = None
-    if config.program_store is not None:
-        devices = mesh.devices.flatten().tolist()
-        store = ProgramStore(Path(config.program_store), key=fingerprint, devices=devices)
-    runner = _build_runner(path, model_config, config, mesh=mesh, store=store, report=report)
+    runner = _build_runner(plan, report)
     runner.warm_up(report)
+    if store is not None:
+        logger.info("programs: %d loaded, %d compiled", store.num_loaded, store.num_compiled)
     logger.info("engine ready after %.1f s", time.monotonic() - started_s)
     scheduler = Scheduler(
         PageAllocator(config.num_pages, enable_prefix_caching=config.enable_prefix_caching),
@@ -152,31 +162,123 @@ def build_engine(
         break_even_context=_break_even_context(model_config),
     )
     model_info = ModelInfo(
-        model_id=path.name,
+        model_id=Path(config.model).name,
         max_model_len=config.max_model_len,
         max_request_tokens=min(config.max_model_len, (config.num_pages - 1) * config.page_size),
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
-        fingerprint=fingerprint[:16],
+        fingerprint=plan.fingerprint[:16],
     )
     return Engine(scheduler, runner, model_info=model_info)
 
 
-def _build_runner(
-    path: Path,
-    model_config: ModelConfig,
-    config: EngineConfig,
-    *,
-    mesh: Mesh,
-    store: ProgramStore | None,
-    report: ProgressFn,
-) -> ModelRunner:
-    """Lay weights and pages out over the mesh of this replica."""
+def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> EnginePlan:
+    """Resolve a configuration for this machine and open its program store; loads no weights.
+
+    Args:
+        config: may hold None and "auto".
+        devices: what the programs are for; None: those that jax finds here.
+
+    Raises:
+        ValueError: the configuration or the model directory is unusable.
+    """
+    path = Path(config.model)
+    model_config = load_model_config(path)
+    platform = _platform(config)
+    native_error = _load_native(config, platform)
+    config = resolve_config(
+        config, model_config, platform=platform, has_native=native_error is None
+    )
+    has_native = "native" in (config.attention, config.matmul)
+    if has_native and native_error is not None:
+        raise ValueError(f"attention or matmul is 'native', but: {native_error}")
+    mesh = make_mesh(config, devices)
+    if devices is None:
+        _check_xla_options(config.xla_options)
+    mesh_devices = mesh.devices.flatten().tolist()
+    environment = describe_environment(
+        mesh_devices,
+        native=library.fingerprint() if has_native else "",
+        xla_options=config.xla_options,
+    )
+    sources = hash_sources()
+    fingerprint = _fingerprint(config, model_config, environment=environment, sources=sources)
+    store = None
+    if config.program_store is not None:
+        store = ProgramStore(
+            Path(config.program_store),
+            environment=environment,
+            fingerprint=fingerprint,
+            sources=sources,
+            model=path.name,
+            devices=mesh_devices,
+        )
+    return EnginePlan(
+        config=config, model_config=model_config, mesh=mesh, fingerprint=fingerprint, store=store
+    )
+
+
+def build_abstract_runner(plan: EnginePlan) -> ModelRunner:
+    """Return a runner of shapes only: it lowers the plan's programs and holds no weights."""
+    config, model_config = plan.config, plan.model_config
     assert config.page_size is not None
     assert config.num_pages is not None
-    dtype, num_shards = jnp.dtype(config.dtype), config.tensor_parallel
+    dtype, is_sharded = jnp.dtype(config.dtype), plan.mesh.size > 1
+    specs = _param_specs(plan)
+    params = abstract_params(
+        model_config,
+        dtype=dtype,
+        shardings=param_shardings(specs, plan.mesh) if is_sharded else None,
+        num_shards=config.tensor_parallel,
+    )
+    if config.matmul == "native":
+        params = abstract_packed_params(params, model_config)
+    kv_pages = abstract_kv_pages(
+        model_config,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        dtype=dtype,
+        num_shards=config.tensor_parallel,
+        sharding=kv_pages_sharding(plan.mesh) if is_sharded else None,
+        is_stacked=config.attention == "native" and not is_sharded,
+    )
+    return _make_runner(plan, params, kv_pages)
+
+
+def _build_runner(plan: EnginePlan, report: ProgressFn) -> ModelRunner:
+    """Lay weights and pages out over the mesh of this replica."""
+    config, model_config = plan.config, plan.model_config
+    assert config.page_size is not None
+    assert config.num_pages is not None
+    dtype, is_sharded = jnp.dtype(config.dtype), plan.mesh.size > 1
+    specs = _param_specs(plan)
+    params = load_params(
+        Path(config.model),
+        model_config,
+        dtype=dtype,
+        shardings=param_shardings(specs, plan.mesh) if is_sharded else None,
+        num_shards=config.tensor_parallel,
+        progress=lambda done, total: report("weights", done, total),
+    )
+    if config.matmul == "native":
+        params = pack_params(params, model_config)
+    kv_pages = allocate_kv_pages(
+        model_config,
+        num_pages=config.num_pages,
+        page_size=config.page_size,
+        dtype=dtype,
+        num_shards=config.tensor_parallel,
+        sharding=kv_pages_sharding(plan.mesh) if is_sharded else None,
+        is_stacked=config.attention == "native" and not is_sharded,
+    )
+    return _make_runner(plan, params, kv_pages)
+
+
+def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:
+    """Bind configuration, kernels and mesh into the model's traced functions."""
+    config, model_config, mesh = plan.config, plan.model_config, plan.mesh
     family = get_family(model_config)
-    specs = family.param_specs(model_config, num_shards=num_shards)
+    specs = _param_specs(plan)
     forward = shard_forward(family.forward, mesh, specs)
     compute_logits = shard_logits(family.compute_logits, mesh, specs)
     attention = _attention(config)
@@ -188,37 +290,23 @@ def _build_runner(
             params, hidden, num_rows, model_config
         ),
     )
-    is_sharded = num_shards > 1
-    params = load_params(
-        path,
-        model_config,
-        dtype=dtype,
-        shardings=param_shardings(specs, mesh) if is_sharded else None,
-        num_shards=num_shards,
-        progress=lambda done, total: report("weights", done, total),
-    )
-    if config.matmul == "native":
-        params = pack_params(params, model_config)
-    kv_pages = allocate_kv_pages(
-        model_config,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-        dtype=dtype,
-        num_shards=num_shards,
-        sharding=kv_pages_sharding(mesh) if is_sharded else None,
-        is_stacked=config.attention == "native" and not is_sharded,
-    )
     return ModelRunner(
         model,
         config,
         params=params,
         kv_pages=kv_pages,
-        replicated=NamedSharding(mesh, PartitionSpec()) if is_sharded else None,
-        store=store,
+        replicated=NamedSharding(mesh, PartitionSpec()) if mesh.size > 1 else None,
+        store=plan.store,
     )
 
 
+def _param_specs(plan: EnginePlan) -> Any:
+    family = get_family(plan.model_config)
+    return family.param_specs(plan.model_config, num_shards=plan.config.tensor_parallel)
+
+
 def _platform(config: EngineConfig) -> str:
+    _set_libtpu_options(config.libtpu_options)
     if config.platform == "cpu":
         # Keeps jax from probing for TPUs, which is slow and noisy where libtpu is installed.
         jax.config.update("jax_platforms", "cpu")
@@ -231,6 +319,17 @@ def _platform(config: EngineConfig) -> str:
             f"platform is {platform!r}, but jax has no such device: {error}"
         ) from error
     return platform
+
+
+def _set_libtpu_options(options: Mapping[str, CompilerOption]) -> None:
+    """Add flags to those that libtpu reads from the environment when it is loaded."""
+    flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
+    for name, value in options.items():
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        if (flag := f"--{name}={text}") not in flags:
+            flags.append(flag)
+    if options:
+        os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags)
 
 
 def _start_cpu_client() -> None:
@@ -284,13 +383,30 @@ def _attention(config: EngineConfig) -> AttentionFn:
     return reference.ragged_paged_attention
 
 
-def _fingerprint(config: EngineConfig, model_config: ModelConfig) -> str:
-    """Digest of what determines the programs and, with equal weights, the tokens."""
-    has_native = "native" in (config.attention, config.matmul)
-    native = library.fingerprint() if has_native else ""
+def _fingerprint(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    *,
+    environment: dict[str, str],
+    sources: str,
+) -> str:
     shape = dataclasses.replace(config, model="", program_store=None)
-    parts = (environment_key(), repr(model_config), repr(shape), native)
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    parts = {"sources": sources, "model": repr(model_config), "engine": repr(shape)}
+    return hash_parts(environment | parts)
+
+
+def _check_xla_options(options: Mapping[str, CompilerOption]) -> None:
+    """Let the compiler judge its options before anything slow begins.
+
+    Raises:
+        ValueError: it has no such option, or does not take the value.
+    """
+    if not options:
+        return
+    try:
+        jax.jit(lambda x: x).lower(0).compile(compiler_options=dict(options))
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"xla_options: the compiler refuses them: {error}") from error
 
 
 def _ignore_progress(stage: str, done: int, total: int) -> None:

@@ -9,7 +9,7 @@ arguments. Invariant: page 0 is the null page, which padded writes may hit and n
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -59,10 +59,35 @@ def allocate_kv_pages(
     Returns:
         One array [N, 2K, page, D] per layer, or one [L, N, 2K, page, D] if `is_stacked`.
     """
+    pages = abstract_kv_pages(
+        config,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=dtype,
+        num_shards=num_shards,
+        sharding=sharding,
+        is_stacked=is_stacked,
+    )
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), pages)
+
+
+def abstract_kv_pages(
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    dtype: DTypeLike,
+    num_shards: int = 1,
+    sharding: jax.sharding.Sharding | None = None,
+    is_stacked: bool = False,
+) -> Any:
+    """Return the shapes of what `allocate_kv_pages` would allocate, without memory."""
     shape = kv_pages_shape(config, num_pages=num_pages, page_size=page_size, num_shards=num_shards)
     if is_stacked:
-        return jnp.zeros((config.num_layers, *shape), dtype, device=sharding)
-    return tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(config.num_layers))
+        return jax.ShapeDtypeStruct(
+            (config.num_layers, *shape), jnp.dtype(dtype), sharding=sharding
+        )
+    return (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding),) * config.num_layers
 
 
 def num_kv_heads(kv_pages: KVPages) -> int:

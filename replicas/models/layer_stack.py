@@ -68,6 +68,15 @@ def stack_layers(layers: Iterable[Any], *, num_layers: int) -> LayerStack:
     return LayerStack(tree.unflatten(jax.device_put(stacks)), num_layers)
 
 
+def abstract_stack(layers: Iterable[Any], *, num_layers: int) -> LayerStack:
+    """Return the shapes of what `stack_layers` would make of layers that are shapes."""
+    first = next(iter(layers))
+    return LayerStack(
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers, *x.shape), x.dtype), first),
+        num_layers,
+    )
+
+
 def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Allocate an array that XLA need not copy."""
     num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize

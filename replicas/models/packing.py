@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from kernels.cpu.matmul import pack, pack_gate_up
 from replicas.config import ModelConfig
-from replicas.models.layer_stack import stack_layers
+from replicas.models.layer_stack import abstract_stack, stack_layers
 from replicas.models.registry import get_family
 
 
@@ -21,3 +23,21 @@ def pack_params(params: Any, config: ModelConfig) -> Any:
     stack = functools.partial(stack_layers, num_layers=config.num_layers)
     prepared = get_family(config).prepare_params(params, pack, pack_gate_up, stack)
     return jax.device_put(prepared)
+
+
+def abstract_packed_params(params: Any, config: ModelConfig) -> Any:
+    """Return what `pack_params` would make of abstract weights; packs one of each shape."""
+    stack = functools.partial(abstract_stack, num_layers=config.num_layers)
+    prepare = get_family(config).prepare_params
+    return prepare(params, _abstract(pack), _abstract(pack_gate_up), stack)
+
+
+def _abstract(pack_weight: Callable[[np.ndarray], Any]) -> Callable[[jax.ShapeDtypeStruct], Any]:
+    """Return `pack_weight` from shapes to shapes."""
+
+    @functools.cache
+    def pack_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+        packed = pack_weight(np.zeros(shape, dtype))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), packed)
+
+    return lambda weight: pack_zeros(weight.shape, weight.dtype)

@@ -23,7 +23,7 @@ from replicas.models.registry import get_family
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-__all__ = ["CheckpointError", "load_params"]
+__all__ = ["CheckpointError", "abstract_params", "load_params"]
 
 # Constants that old exporters stored beside the weights; the config says the same.
 _IGNORED_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -78,6 +78,25 @@ def load_params(
         if progress is not None:
             progress(done_bytes, total_bytes)
     return tree.unflatten(params)
+
+
+def abstract_params(
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike,
+    shardings: Any = None,
+    num_shards: int = 1,
+) -> Any:
+    """Return shape, dtype and sharding of what `load_params` would load; reads no checkpoint."""
+    specs, tree = jax.tree.flatten(
+        get_family(config).param_specs(config, num_shards=num_shards),
+        is_leaf=lambda node: isinstance(node, ParamSpec),
+    )
+    leaf_shardings = [None] * len(specs) if shardings is None else tree.flatten_up_to(shardings)
+    return tree.unflatten(
+        spec.abstract(dtype).update(sharding=sharding)
+        for spec, sharding in zip(specs, leaf_shardings, strict=True)
+    )
 
 
 def _audit(checkpoint: Checkpoint, specs: list[ParamSpec]) -> list[str]:

@@ -6,7 +6,8 @@ import argparse
 
 import pytest
 
-from bench.engine import fake_engine, make_requests, measure
+from bench.constant_time import fake_engine
+from bench.engine import make_requests, measure
 from replicas.wire import GenerateRequest
 
 STEP_S = 0.002

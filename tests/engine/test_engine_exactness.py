@@ -163,7 +163,7 @@ def test_a_second_start_takes_its_programs_from_the_store(
 ) -> None:
     store = str(tmp_path / "programs")
     first = generate(build(program_store=store))
-    files = sorted((tmp_path / "programs").iterdir())
+    files = sorted((tmp_path / "programs").glob("*.program"))
     written = [file.stat().st_mtime_ns for file in files]
     assert len(files) == 3
 
@@ -171,6 +171,6 @@ def test_a_second_start_takes_its_programs_from_the_store(
     damaged.write_bytes(damaged.read_bytes()[:-10])
     build.cache_clear()
     assert generate(build(program_store=store)) == first
-    assert sorted((tmp_path / "programs").iterdir()) == files
+    assert sorted((tmp_path / "programs").glob("*.program")) == files
     rewritten = [f.stat().st_mtime_ns != t for f, t in zip(files, written, strict=True)]
     assert rewritten == [True] + [False] * (len(files) - 1), "only the damaged program is replaced"

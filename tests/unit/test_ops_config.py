@@ -112,7 +112,15 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]
             for name, field in schema.model_fields.items()
         }
     else:
-        fields = {field.name: (field.type, field.default) for field in dataclasses.fields(schema)}
+        fields = {
+            field.name: (
+                field.type,
+                field.default
+                if field.default_factory is dataclasses.MISSING
+                else field.default_factory(),
+            )
+            for field in dataclasses.fields(schema)
+        }
     for name, (annotation, default) in fields.items():
         key = prefix + name
         if isinstance(annotation, type) and (
