@@ -10,7 +10,7 @@ def test_the_host_path_is_measured_with_as_many_running_and_waiting_as_asked() -
     row = host_path.measure(4, 8, step_s=0.001, num_steps=20)
     assert (row["running"], row["waiting"]) == (4, 8)
     parts = row["schedule us"] + row["launch us"] + row["postprocess us"]
-    assert 0 < parts
+    assert parts > 0
     assert 0 < row["host us p50"] <= row["host us p99"]
     assert row["host us p50"] < 1e6, "the wait for the device is left out"
 
