@@ -1,4 +1,4 @@
-"""An engine on a device whose steps take a constant time: what is left is the host's own cost."""
+"""An engine on a device of constant step time: what is left is the host's own cost."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ CASES = ((32, 0), (256, 0), (32, 64), (32, 1024))
 """Running and waiting sequences. Goals: 300 us at 32, 1 ms at 256, and 1,024 cost as 64 do."""
 
 _NUM_STEPS = 300
-_PROMPT_TOKENS = 100
+_PROMPT_TOKENS = 32
 _NO_SINK = SinkAddress(host="", port=0, sink_id="", key=b"")
 
 

@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import json
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -258,5 +259,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if any(sum(row["failed"].values()) for row in rows) else 0
 
 
+def _exit(signal_number: int, frame: object) -> None:
+    del frame
+    raise SystemExit(128 + signal_number)
+
+
 if __name__ == "__main__":
+    # As Ctrl-C does: a bench that is told to end stops its servers first.
+    signal.signal(signal.SIGTERM, _exit)
     raise SystemExit(main())

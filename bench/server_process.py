@@ -133,7 +133,7 @@ def _stop(process: subprocess.Popen[bytes], server: ServerCommand) -> None:
             break
         with contextlib.suppress(ProcessLookupError):  # ended meanwhile
             os.killpg(process.pid, signal_number)
-        deadline = time.monotonic() + _GROUP_GRACE_S
+        deadline = time.monotonic() + min(_GROUP_GRACE_S, server.stop_limit_s)
         while time.monotonic() < deadline and processes.in_group(process.pid):
             time.sleep(_POLL_S)
     process.wait()

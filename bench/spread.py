@@ -31,7 +31,7 @@ def measure(engine: Engine[Any], *, num_steps: int, concurrency: int = 16) -> di
         For "step" and "spin": p50 and p99 in ms and their ratio.
     """
     num_blocks = -(-num_steps // _BLOCK)
-    _fill(engine, concurrency, num_tokens=num_blocks * (_BLOCK + 1) + 4 * concurrency)
+    _fill(engine, concurrency, num_tokens=(num_blocks + 1) * (_BLOCK + 1) + 8 * concurrency)
     step_s = _block(engine)
     length = _calibrate(percentile(step_s, 0.5))
     steps: list[float] = []
@@ -40,6 +40,7 @@ def measure(engine: Engine[Any], *, num_steps: int, concurrency: int = 16) -> di
         steps += _block(engine)
         time.sleep(2 * max(step_s))  # the step in flight ends: the loop has the machine to itself
         spins += [_spin(length) for _ in range(_BLOCK)]
+    assert engine.scheduler.num_running == concurrency, "a sequence ended within the measurement"
     _drain(engine)
     return {
         "concurrency": concurrency,

@@ -188,7 +188,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add("--requests", type=int, default=2000, help="of each page size")
     add("--page-sizes", type=_integers, default=[16, 32, 64])
-    add("--pool-tokens", type=int, default=4096, help="KV pages hold so many tokens")
+    add("--pool-tokens", type=int, default=1024, help="KV pages hold so many tokens")
     add("--max-model-len", type=int, default=512)
     add("--max-num-seqs", type=int, default=32)
     add("--max-num-batched-tokens", type=int, default=256)

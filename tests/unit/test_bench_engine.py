@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench import host_path, spread
 from bench.constant_time import fake_engine
 
 
-def test_the_host_path_is_measured_with_as_many_running_and_waiting_as_asked() -> None:
-    row = host_path.measure(4, 8, step_s=0.001, num_steps=20)
-    assert (row["running"], row["waiting"]) == (4, 8)
+@pytest.mark.parametrize("case", host_path.CASES)
+def test_the_host_path_is_measured_with_as_many_running_and_waiting_as_asked(
+    case: tuple[int, int],
+) -> None:
+    row = host_path.measure(*case, step_s=1e-4)
+    assert (row["running"], row["waiting"]) == case
     parts = row["schedule us"] + row["launch us"] + row["postprocess us"]
     assert parts > 0
     assert 0 < row["host us p50"] <= row["host us p99"]
@@ -16,8 +21,8 @@ def test_the_host_path_is_measured_with_as_many_running_and_waiting_as_asked() -
 
 
 def test_the_spread_is_of_steps_and_of_a_loop_and_leaves_the_engine_idle() -> None:
-    engine = fake_engine(0.001, max_num_seqs=4)
-    result = spread.measure(engine, num_steps=60, concurrency=4)
+    engine = fake_engine(0.001, max_num_seqs=16)
+    result = spread.measure(engine, num_steps=60)
     assert result["num_steps"] == 100, "whole blocks"
     for name in ("step", "spin"):
         assert 0 < result[name]["p50_ms"] <= result[name]["p99_ms"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -197,3 +199,23 @@ def test_prompts_of_words_are_sent_as_text() -> None:
     assert len(first.text.split()) == 12
     assert first.text != second.text
     assert peers.make_specs(arguments, seed=1, count=2) == (first, second)
+
+
+def test_a_bench_that_is_told_to_end_stops_its_server_first(tmp_path: Path) -> None:
+    journal, port = tmp_path / "journal", free_port()
+    bench = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "bench.peers", "--peer-command", "unused"),
+            *("--ours-command", command(port, 60, journal), "--ours-ready", "/v1/models"),
+            *("--ours-url", f"http://127.0.0.1:{port}", "--out", str(tmp_path / "out.json")),
+        ],
+        cwd=SERVER.parents[1],
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (journal.exists() and len(read(journal)) > 1) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    start, *_ = read(journal)
+    bench.terminate()
+    assert bench.wait(timeout=60) == 128 + signal.SIGTERM
+    assert wait_until_gone([start["pid"], start["child"]])
