@@ -20,6 +20,7 @@ constexpr int64_t kMaxRun = 16;          // groups per chunk
 const MatmulKernel& select_kernel() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
+    case InstructionSet::kAvx512Vnni:
     case InstructionSet::kAvx512: return avx512::kMatmul;
     case InstructionSet::kAvx2: return avx2::kMatmul;
     case InstructionSet::kGeneric: break;
