@@ -104,7 +104,8 @@ class PagedForward:
         hidden, kv_pages = family.forward(
             params, kv_pages, inputs, self.config, attention=self._attention
         )
-        return family.compute_logits(params, hidden, self.config), kv_pages
+        logits = family.compute_logits(params, hidden, inputs.num_tokens, self.config)
+        return logits, kv_pages
 
 
 def _has_native() -> bool:

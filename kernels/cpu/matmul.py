@@ -1,7 +1,8 @@
 """Matmul of few rows by bf16 weights that were packed once, at load.
 
 Owns the packed layout and the traced wrappers of the C++ kernel. An output is one f32 sum over K
-in order: its bits are the same for any number of rows, 1 included, where XLA's dot needs 8.
+in order: its bits are the same for any number of rows, 1 included, where XLA's dot needs 8. Time
+follows the rows in use, which are data, and not the padded shape.
 """
 
 from __future__ import annotations
@@ -80,30 +81,43 @@ def pack_gate_up(weight: jax.Array | np.ndarray) -> PackedGateUp:
     return PackedGateUp(_interleave(pairs.reshape(-1, num_inputs)), width)
 
 
-def linear(x: jax.Array, weight: PackedWeight, *, out_dtype: DTypeLike | None = None) -> jax.Array:
+def linear(
+    x: jax.Array,
+    weight: PackedWeight,
+    num_rows: jax.Array | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:
     """Return x @ weight.T, [T, N].
 
     Args:
         x: bf16 or f32 [T, K]; f32 is rounded to bf16 first.
         weight: as packed by `pack`.
+        num_rows: i32 [1] in [0, T], the first rows of x that are in use; None for all. The others
+            are not read, and come out as zeros.
         out_dtype: bf16 or f32; None for x's.
 
     Raises:
         ValueError: a shape does not fit.
         TypeError: a dtype is not supported.
         kernels.cpu.library.NativeUnavailable: the kernels cannot be built here.
+        jax.errors.JaxRuntimeError: at run time, `num_rows` outside [0, T].
     """
-    return _call(x, weight, out_dtype=out_dtype, is_silu=False)
+    return _call(x, weight, num_rows, out_dtype=out_dtype, is_silu=False)
 
 
 def linear_silu(
-    x: jax.Array, weight: PackedGateUp, *, out_dtype: DTypeLike | None = None
+    x: jax.Array,
+    weight: PackedGateUp,
+    num_rows: jax.Array | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Return silu(x @ gate.T) * (x @ up.T), [T, F]; SiLU and the product are f32.
 
     Arguments and errors as for `linear`.
     """
-    return _call(x, weight, out_dtype=out_dtype, is_silu=True)
+    return _call(x, weight, num_rows, out_dtype=out_dtype, is_silu=True)
 
 
 def _interleave(weight: np.ndarray) -> np.ndarray:
@@ -115,6 +129,7 @@ def _interleave(weight: np.ndarray) -> np.ndarray:
 def _call(
     x: jax.Array,
     weight: PackedWeight | PackedGateUp,
+    num_rows: jax.Array | None,
     *,
     out_dtype: DTypeLike | None,
     is_silu: bool,
@@ -130,9 +145,15 @@ def _call(
         raise ValueError(
             f"packed weights of K = {2 * groups.shape[1]} inputs need x [T, K], got {x.shape}"
         )
+    if num_rows is None:
+        num_rows = jnp.full(1, x.shape[0], jnp.int32)
+    if num_rows.dtype != jnp.int32:
+        raise TypeError(f"num_rows must be int32, got {num_rows.dtype}")
+    if num_rows.shape != (1,):
+        raise ValueError(f"num_rows must be [1], got shape {num_rows.shape}")
     library.load()
     result = jax.ShapeDtypeStruct((x.shape[0], weight.num_outputs), dtype)
-    return jax.ffi.ffi_call("systole_linear", result)(x, groups, is_silu=is_silu)
+    return jax.ffi.ffi_call("systole_linear", result)(x, groups, num_rows, is_silu=is_silu)
 
 
 def _check_weight(weight: jax.Array | np.ndarray) -> tuple[int, int]:

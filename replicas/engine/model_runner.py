@@ -34,7 +34,7 @@ class Model:
 
     Attributes:
         forward: (params, kv_pages, inputs) -> (hidden [T, M], kv_pages).
-        compute_logits: (params, hidden [R, M]) -> f32 [R, V].
+        compute_logits: (params, hidden [R, M], rows in use [1]) -> f32 [R, V].
     """
 
     forward: Callable[..., tuple[Array, tuple[Array, ...]]]
@@ -192,7 +192,7 @@ class ModelRunner:
         inputs = batch.inputs._replace(token_ids=token_ids)
         hidden, kv_pages = self._model.forward(params, state.kv_pages, inputs)
         last_rows = jnp.maximum(batch.inputs.cu_q_lens[1:] - 1, 0)
-        logits = self._model.compute_logits(params, hidden[last_rows])
+        logits = self._model.compute_logits(params, hidden[last_rows], inputs.num_seqs)
         sampled = sample(logits, batch.sampling)
         last_token_ids = state.last_token_ids.at[batch.slots].set(sampled)
         return DeviceState(kv_pages, last_token_ids), sampled

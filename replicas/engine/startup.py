@@ -184,7 +184,9 @@ def _build_runner(
         forward=lambda params, kv_pages, inputs: forward(
             params, kv_pages, inputs, model_config, attention=attention
         ),
-        compute_logits=lambda params, hidden: compute_logits(params, hidden, model_config),
+        compute_logits=lambda params, hidden, num_rows: compute_logits(
+            params, hidden, num_rows, model_config
+        ),
     )
     is_sharded = num_shards > 1
     params = load_params(

@@ -32,3 +32,8 @@ class ModelInputs(NamedTuple):
     page_indices: Int32[Array, "S P"]
     cu_q_lens: Int32[Array, " S+1"]
     num_seqs: Int32[Array, " 1"]
+
+    @property
+    def num_tokens(self) -> Int32[Array, " 1"]:
+        """Token rows in use: the `num_rows` of every matmul over token rows."""
+        return self.cu_q_lens[-1:]

@@ -3,6 +3,7 @@
 Pure functions on arrays of one shard. Invariant: the bits of a row depend on that row alone.
 Weights are [N, K] (out, in) and rows are never fewer than 8, which is what makes XLA's CPU dots
 independent of the number of rows; or they are packed for the native kernel, which always is.
+Padding rows hold finite junk: `num_rows`, i32 [1], says how many rows are in use.
 """
 
 from __future__ import annotations
@@ -23,15 +24,21 @@ if TYPE_CHECKING:
 
 
 def linear(
-    x: Float[Array, "T K"], weight: Float[Array, "N K"] | PackedWeight
+    x: Float[Array, "T K"],
+    weight: Float[Array, "N K"] | PackedWeight,
+    num_rows: Int32[Array, " 1"],
 ) -> Float32[Array, "T N"]:
     """Project rows by a weight stored [out, in], accumulating in f32.
 
     Every matmul of every family comes through here or through `gated_linear`: a packed weight
-    brings its own kernel.
+    brings its own kernel, which computes the rows in use only. XLA computes them all.
     """
     if isinstance(weight, PackedWeight):
-        return matmul.linear(x, weight, out_dtype=jnp.float32)
+        return matmul.linear(x, weight, num_rows, out_dtype=jnp.float32)
+    return _dot(x, weight)
+
+
+def _dot(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float32[Array, "T N"]:
     # f32 means f32: without a precision a TPU multiplies f32 operands in one bf16 pass.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(
@@ -61,7 +68,7 @@ def row_sum(x: Float32[Array, "T K"]) -> Float32[Array, " T"]:
     ones = jnp.ones((8, x.shape[1]), jnp.float32)
     # The barrier keeps what computes x out of the dot: jaxlib 0.12 fuses exp(x - max(x)) into it on
     # CPU and returns NaN. It can go when test_row_sums_of_exponentials passes without it.
-    return linear(lax.optimization_barrier(x), ones)[:, 0]
+    return _dot(lax.optimization_barrier(x), ones)[:, 0]
 
 
 def embed(
@@ -92,11 +99,12 @@ def gated_linear(
     x: Float[Array, "T K"],
     gate_up: Float[Array, "2F K"] | PackedWeight | PackedGateUp,
     bias: Float[Array, " 2F"] | None,
+    num_rows: Int32[Array, " 1"],
 ) -> Float32[Array, "T F"]:
     """Return silu(gate) * up of a fused projection, by one kernel where it was packed so."""
     if isinstance(gate_up, PackedGateUp):
-        return matmul.linear_silu(x, gate_up, out_dtype=jnp.float32)
-    return silu_gate(add_bias(linear(x, gate_up), bias))
+        return matmul.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
+    return silu_gate(add_bias(linear(x, gate_up, num_rows), bias))
 
 
 def silu_gate(gate_up: Float32[Array, "T 2F"]) -> Float32[Array, "T F"]:

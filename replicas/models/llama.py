@@ -22,7 +22,7 @@ from replicas.models.param_spec import ParamSpec, Source
 from replicas.models.sharding import num_sharded_kv_heads
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32
+    from jaxtyping import Array, Float, Float32, Int32
 
 Attention = Callable[..., "tuple[Array, Array]"]
 
@@ -157,7 +157,7 @@ def forward(
             hidden += layers.add_bias(
                 layers.sum_over(attended, axis_name), layer.attention_out_bias
             )
-            activated = _feed_forward(layer, hidden, config, dtype=dtype)
+            activated = _feed_forward(layer, hidden, inputs, config, dtype=dtype)
             hidden += layers.add_bias(layers.sum_over(activated, axis_name), layer.down_bias)
         new_pages.append(pages)
     return hidden, tuple(new_pages)
@@ -166,15 +166,19 @@ def forward(
 def compute_logits(
     params: LlamaParams,
     hidden: Float32[Array, "R M"],
+    num_rows: Int32[Array, " 1"],
     config: ModelConfig,
     *,
     axis_name: str | None = None,
 ) -> Float32[Array, "R V"]:
-    """Apply the final norm and the output head to selected rows of `forward`'s hidden states."""
+    """Apply the final norm and the output head to selected rows of `forward`'s hidden states.
+
+    The first `num_rows` are in use; the logits of the others are finite junk.
+    """
     with jax.named_scope("logits"):
         normed = layers.rms_norm(hidden, params.final_norm, eps=config.rms_norm_eps)
         head = params.embedding if params.head is None else params.head
-        logits = layers.linear(normed.astype(params.embedding.dtype), head)
+        logits = layers.linear(normed.astype(params.embedding.dtype), head, num_rows)
         if axis_name is not None:
             logits = lax.all_gather(logits, axis_name, axis=1, tiled=True)
         return logits
@@ -195,7 +199,8 @@ def _attend(
     num_kv_heads = pages.shape[1] // 2
     with jax.named_scope("qkv"):
         normed = layers.rms_norm(hidden, layer.attention_norm, eps=config.rms_norm_eps)
-        qkv = layers.add_bias(layers.linear(normed.astype(dtype), layer.qkv), layer.qkv_bias)
+        qkv = layers.linear(normed.astype(dtype), layer.qkv, inputs.num_tokens)
+        qkv = layers.add_bias(qkv, layer.qkv_bias)
         qkv = qkv.reshape(hidden.shape[0], -1, config.head_dim)
         num_heads = qkv.shape[1] - 2 * num_kv_heads
         q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
@@ -217,12 +222,13 @@ def _attend(
         )
     with jax.named_scope("attention_out"):
         out = out.reshape(hidden.shape[0], -1).astype(dtype)
-        return layers.linear(out, layer.attention_out), pages
+        return layers.linear(out, layer.attention_out, inputs.num_tokens), pages
 
 
 def _feed_forward(
     layer: LayerParams,
     hidden: Float32[Array, "T M"],
+    inputs: ModelInputs,
     config: ModelConfig,
     *,
     dtype: jnp.dtype,
@@ -230,9 +236,10 @@ def _feed_forward(
     """Gated MLP; the result is partial over the tensor axis."""
     with jax.named_scope("gate_up"):
         normed = layers.rms_norm(hidden, layer.mlp_norm, eps=config.rms_norm_eps)
-        gated = layers.gated_linear(normed.astype(dtype), layer.gate_up, layer.gate_up_bias)
+        normed = normed.astype(dtype)
+        gated = layers.gated_linear(normed, layer.gate_up, layer.gate_up_bias, inputs.num_tokens)
     with jax.named_scope("down"):
-        return layers.linear(gated.astype(dtype), layer.down)
+        return layers.linear(gated.astype(dtype), layer.down, inputs.num_tokens)
 
 
 def _layer_specs(config: ModelConfig, prefix: str, num_shards: int) -> LayerParams:

@@ -33,7 +33,7 @@ class ModelFamily:
         param_specs: the parameter tree with a `ParamSpec` at every leaf.
         prepare_params: (params, pack, pack_gate_up) -> params in the layout of native kernels.
         forward: (params, kv_pages, inputs, config, *, attention) -> (hidden, kv_pages).
-        compute_logits: (params, hidden rows, config) -> f32 logits.
+        compute_logits: (params, hidden rows, rows in use, config) -> f32 logits.
     """
 
     parse_config: Callable[[RawConfig], ModelConfig]

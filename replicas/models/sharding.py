@@ -145,13 +145,15 @@ def shard_logits(
     if mesh.size == 1:
         return compute_logits
 
-    def sharded(params: Any, hidden: jax.Array, config: ModelConfig) -> jax.Array:
+    def sharded(
+        params: Any, hidden: jax.Array, num_rows: jax.Array, config: ModelConfig
+    ) -> jax.Array:
         return jax.shard_map(
-            lambda p, h: compute_logits(p, h, config, axis_name=TENSOR_AXIS),
+            lambda p, h, n: compute_logits(p, h, n, config, axis_name=TENSOR_AXIS),
             mesh=mesh,
-            in_specs=(param_partition_specs(param_specs), PartitionSpec()),
+            in_specs=(param_partition_specs(param_specs), PartitionSpec(), PartitionSpec()),
             out_specs=PartitionSpec(),
             check_vma=False,
-        )(params, hidden)
+        )(params, hidden, num_rows)
 
     return sharded

@@ -11,10 +11,12 @@ import pytest
 
 from bench.paged_forward import PagedForward
 from kernels import reference
+from kernels.cpu import library
 from replicas.config import EngineConfig, ModelConfig, RopeConfig
 from replicas.models import layers, llama, sharding
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
+from replicas.models.packing import pack_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.weights import load_params
 from tests.checkpoints import write_checkpoint
@@ -108,7 +110,7 @@ def test_a_sharded_model_equals_the_naive_one(tmp_path: Path, tensor_parallel: i
         hidden, kv_pages = forward(
             params, kv_pages, inputs, config, attention=reference.ragged_paged_attention
         )
-        return compute_logits(params, hidden, config), kv_pages
+        return compute_logits(params, hidden, inputs.num_tokens, config), kv_pages
 
     logits, kv_pages = run(params, kv_pages, prefill_inputs(PROMPT, num_rows=40, page_size=8))
     assert np.abs(np.asarray(logits) - NaiveLlama(path).logits(PROMPT)).max() < 1e-4
@@ -182,13 +184,36 @@ def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(
         part = run_prefill(params, config, dtype, token_ids[:num_rows])
         np.testing.assert_array_equal(part, whole[:num_rows])
 
-    compute_logits = jax.jit(lambda params, hidden: llama.compute_logits(params, hidden, config))
+    compute_logits = jax.jit(
+        lambda params, hidden: llama.compute_logits(
+            params, hidden, jnp.full(1, len(hidden), jnp.int32), config
+        )
+    )
     logits = compute_logits(params, whole)
     for num_rows in (8, 16, 64):
         part = compute_logits(params, whole[:num_rows])
         np.testing.assert_array_equal(part, logits[:num_rows])
     rolled = compute_logits(params, np.roll(whole[:32], 5, axis=0))
     np.testing.assert_array_equal(rolled, np.roll(logits[:32], 5, axis=0))
+
+
+def test_padding_rows_of_packed_weights_are_finite_and_change_no_bit() -> None:
+    library.load()
+    params = pack_params(random_params(SMALL_LAYERS, "bfloat16"), SMALL_LAYERS)
+    token_ids = np.random.default_rng(0).integers(0, SMALL_LAYERS.vocab_size, 11).tolist()
+    whole = run_prefill(params, SMALL_LAYERS, "bfloat16", token_ids)
+    padded = run_prefill(params, SMALL_LAYERS, "bfloat16", token_ids, num_padding=21)
+    np.testing.assert_array_equal(padded[:11], whole)
+    assert np.isfinite(padded).all()
+
+    compute_logits = jax.jit(
+        lambda hidden, num_rows: llama.compute_logits(params, hidden, num_rows, SMALL_LAYERS)
+    )
+    logits = compute_logits(whole, np.array([11], np.int32))
+    for count in (1, 8):
+        part = np.asarray(compute_logits(padded, np.array([count], np.int32)))
+        np.testing.assert_array_equal(part[:count], logits[:count])
+        assert np.isfinite(part).all()
 
 
 @pytest.mark.parametrize("width", [8, 64, 576, 5000])
@@ -250,8 +275,10 @@ def random_params(config: ModelConfig, dtype: str) -> Any:
     )
 
 
-def run_prefill(params: Any, config: ModelConfig, dtype: str, token_ids: list[int]) -> np.ndarray:
-    num_rows = len(token_ids)
+def run_prefill(
+    params: Any, config: ModelConfig, dtype: str, token_ids: list[int], num_padding: int = 0
+) -> np.ndarray:
+    num_rows = len(token_ids) + num_padding
     kv_pages = allocate_kv_pages(config, num_pages=33, page_size=16, dtype=jnp.dtype(dtype))
     inputs = prefill_inputs(token_ids, num_rows=num_rows, page_size=16, pages_per_seq=32)
     forward = jax.jit(

@@ -56,6 +56,38 @@ def test_row_bits_do_not_depend_on_the_number_of_rows(is_silu, instruction_set):
         np.testing.assert_array_equal(part, whole[begin:end])
 
 
+@pytest.mark.parametrize("is_silu", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_only_the_rows_in_use_are_computed_and_their_bits_do_not_depend_on_the_count(
+    is_silu, dtype, instruction_set
+):
+    x, weight = draw(40, 96, 192)
+    pack = matmul.pack_gate_up if is_silu else matmul.pack
+    function = matmul.linear_silu if is_silu else matmul.linear
+    packed = pack(weight)
+    whole = np.asarray(function(x, packed, out_dtype=dtype))
+    counted = jax.jit(lambda x, n: function(x, packed, n, out_dtype=dtype))
+    for count in (0, 1, 7, 12, 13, 25, 39, 40):
+        # The spare rows are not read, nor is what their memory held kept.
+        out = counted(x.at[count:].set(jnp.nan), np.array([count], np.int32))
+        np.testing.assert_array_equal(out[:count], whole[:count])
+        np.testing.assert_array_equal(out[count:], np.zeros_like(whole[count:]))
+
+
+def test_the_zeros_of_many_spare_rows_reach_the_end():
+    x, weight = draw(64, 2, 1000)
+    out = matmul.linear(x, matmul.pack(weight), np.array([1], np.int32), out_dtype=jnp.float32)
+    assert np.asarray(out)[0].any()
+    assert not np.asarray(out)[1:].any()
+
+
+@pytest.mark.parametrize("count", [-1, 9])
+def test_a_count_outside_the_rows_is_an_error_not_a_wild_write(count):
+    x, weight = draw(8, 64, 96)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"num_rows must lie in \[0, 8\], got"):
+        matmul.linear(x, matmul.pack(weight), np.array([count], np.int32)).block_until_ready()
+
+
 def test_a_nan_row_spoils_itself_only():
     x, weight = draw(8, 64, 64)
     packed = matmul.pack(weight)
@@ -90,6 +122,10 @@ def test_misfits_are_refused():
         matmul.linear(x, matmul.PackedWeight(packed.groups.astype(np.float32), 96))
     with pytest.raises(TypeError, match="the output must be bfloat16 or float32, got float16"):
         matmul.linear(x, packed, out_dtype=jnp.float16)
+    with pytest.raises(TypeError, match="num_rows must be int32, got float32"):
+        matmul.linear(x, packed, jnp.ones(1))
+    with pytest.raises(ValueError, match=r"num_rows must be \[1\], got shape \(2,\)"):
+        matmul.linear(x, packed, jnp.ones(2, jnp.int32))
     with pytest.raises(ValueError, match="K must be even, got 3"):
         matmul.pack(np.zeros((4, 3), np.float32))
     with pytest.raises(ValueError, match=r"a weight must be \[N, K\], got shape \(4,\)"):

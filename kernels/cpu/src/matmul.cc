@@ -1,9 +1,12 @@
-// The FFI target of the packed matmul: splits rows into equal blocks and outputs over threads.
+// The FFI target of the packed matmul: splits the rows in use into equal blocks and the
+// outputs over threads.
 
 #include "matmul.h"
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
+#include <string>
 
 #include "cpu.h"
 #include "team.h"
@@ -16,6 +19,9 @@ namespace {
 
 constexpr int64_t kChunksPerThread = 8;  // at least where there are as many groups, for balance
 constexpr int64_t kMaxRun = 16;          // groups per chunk
+constexpr int64_t kZeroBytes = 1 << 16;  // of padding rows zeroed per chunk
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 const MatmulKernel& select_kernel() {
 #if defined(__x86_64__)
@@ -47,35 +53,54 @@ struct PackedRows {
 thread_local PackedRows packed_rows;
 
 // Shapes and dtypes are checked by the Python wrapper when the program is traced.
-ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::BF16> w, bool is_silu,
-                  ffi::Result<ffi::AnyBuffer> out) {
+ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::BF16> w,
+                  ffi::Buffer<ffi::S32> num_rows, bool is_silu, ffi::Result<ffi::AnyBuffer> out) {
   const MatmulKernel& kernel = select_kernel();
+  const int64_t num_tokens = x.dimensions()[0];
   MatmulArgs args;
   args.x = x.untyped_data();
   args.w = reinterpret_cast<const uint16_t*>(w.untyped_data());
   args.out = out->untyped_data();
-  args.num_tokens = x.dimensions()[0];
+  args.num_rows = num_rows.typed_data()[0];
   args.num_inputs = x.dimensions()[1];
   args.num_outputs = out->dimensions()[1] * (is_silu ? 2 : 1);
   args.is_x_bf16 = x.element_type() == ffi::BF16;
   args.is_out_bf16 = out->element_type() == ffi::BF16;
   args.is_silu = is_silu;
-  if (args.num_tokens == 0) return ffi::Error::Success();
-  args.packed_x = packed_rows.reserve(args.num_tokens * args.num_inputs);
+  if (args.num_rows < 0 || args.num_rows > num_tokens) {
+    return ffi::Error::InvalidArgument("num_rows must lie in [0, " + std::to_string(num_tokens) + "], got " +
+                                       std::to_string(args.num_rows));
+  }
+  // Padding rows are zeros: cheap, and whatever reads them stays finite.
+  const int64_t row_bytes = out->dimensions()[1] * (args.is_out_bf16 ? 2 : 4);
+  const int64_t zeros_begin = args.num_rows * row_bytes, zeros_end = num_tokens * row_bytes;
+  if (args.num_rows == 0) {
+    std::memset(args.out, 0, static_cast<size_t>(zeros_end));
+    return ffi::Error::Success();
+  }
+  args.packed_x = packed_rows.reserve(args.num_rows * args.num_inputs);
 
-  const int64_t num_blocks = (args.num_tokens + kernel.max_rows - 1) / kernel.max_rows;
-  const int64_t rows = (args.num_tokens + num_blocks - 1) / num_blocks;  // 16 rows are 8 + 8, not 12 + 4
-  const int64_t used_blocks = (args.num_tokens + rows - 1) / rows;
+  const int64_t num_blocks = ceil_div(args.num_rows, kernel.max_rows);
+  const int64_t rows = ceil_div(args.num_rows, num_blocks);  // 16 rows are 8 + 8, not 12 + 4
   const int64_t num_groups = w.dimensions()[0];
   const int64_t num_threads = std::min<int64_t>(std::max<int64_t>(pool.num_threads(), 1), num_groups);
   const int64_t run = std::clamp<int64_t>(num_groups / (num_threads * kChunksPerThread), 1, kMaxRun);
+  const int64_t num_zero_chunks = ceil_div(zeros_end - zeros_begin, kZeroBytes);
   run_stages(
-      pool, num_threads - 1, static_cast<int32_t>(used_blocks),
+      pool, num_threads - 1, static_cast<int32_t>(ceil_div(args.num_rows, rows)),
       [&args, &kernel, rows](int32_t i) {
-        kernel.pack_rows(args, i * rows, std::min((i + 1) * rows, args.num_tokens));
+        kernel.pack_rows(args, i * rows, std::min((i + 1) * rows, args.num_rows));
       },
-      static_cast<int32_t>((num_groups + run - 1) / run), [&args, &kernel, rows, run, num_groups](int32_t i) {
-        kernel.multiply(args, rows, i * run, std::min((i + 1) * run, num_groups));
+      static_cast<int32_t>(num_zero_chunks + ceil_div(num_groups, run)),
+      [&args, &kernel, rows, run, num_groups, num_zero_chunks, zeros_begin, zeros_end](int32_t i) {
+        if (i < num_zero_chunks) {
+          const int64_t begin = zeros_begin + i * kZeroBytes;
+          std::memset(static_cast<char*>(args.out) + begin, 0,
+                      static_cast<size_t>(std::min(kZeroBytes, zeros_end - begin)));
+          return;
+        }
+        const int64_t begin = (i - num_zero_chunks) * run;
+        kernel.multiply(args, rows, begin, std::min(begin + run, num_groups));
       });
   return ffi::Error::Success();
 }
@@ -89,6 +114,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_linear, systole::linear,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::BF16>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Attr<bool>("is_silu")
                                   .Ret<ffi::AnyBuffer>());
 #pragma GCC visibility pop

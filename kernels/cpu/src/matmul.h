@@ -9,11 +9,11 @@ namespace systole {
 constexpr int kGroup = 32;  // outputs whose weights lie together: packed as [N / 32][K / 2][32][2]
 
 struct MatmulArgs {
-  const void* x;          // [T, K]
+  const void* x;          // [T, K]; only the rows in use are read
   const uint16_t* w;      // packed bf16
   void* out;              // [T, N], or [T, N / 2] with silu
-  float* packed_x;        // [T, K], in blocks of rows, each as [K][rows of the block]
-  int64_t num_tokens;     // T
+  float* packed_x;        // the rows in use, in blocks, each as [K][rows of the block]
+  int64_t num_rows;       // in use, <= T
   int64_t num_inputs;     // K, even
   int64_t num_outputs;    // N of the packed weights that exist (the last group may be partial)
   bool is_x_bf16;         // else f32, rounded to bf16 first
@@ -25,7 +25,7 @@ struct MatmulKernel {
   int64_t max_rows;  // of a block
   // Packs rows [begin, end) of x, which are one block.
   void (*pack_rows)(const MatmulArgs& args, int64_t begin, int64_t end);
-  // Computes groups [begin, end) of the outputs for all rows, in blocks of `rows_per_block`.
+  // Computes groups [begin, end) of the outputs for the rows in use, in blocks of `rows_per_block`.
   void (*multiply)(const MatmulArgs& args, int64_t rows_per_block, int64_t begin, int64_t end);
 };
 

@@ -1,4 +1,4 @@
-// x [T, K] times packed bf16 weights, for one instruction set (SYSTOLE_ISA, the -m flags select it).
+// The rows in use of x [T, K] times packed bf16 weights, for one instruction set (SYSTOLE_ISA, the -m flags select it).
 //
 // Weights come in groups of 32 outputs, [K / 2][32][2]: one stream, read once per block of rows. A
 // 32-bit lane holds an output's weights of two inputs; shifting and masking make them two f32.
@@ -140,8 +140,8 @@ void multiply_rows(const MatmulArgs& args, int64_t row, int64_t rows, int64_t gr
 
 void multiply(const MatmulArgs& args, int64_t rows_per_block, int64_t begin, int64_t end) {
   for (int64_t group = begin; group < end; ++group) {
-    for (int64_t row = 0; row < args.num_tokens; row += rows_per_block) {
-      const int64_t left = args.num_tokens - row;
+    for (int64_t row = 0; row < args.num_rows; row += rows_per_block) {
+      const int64_t left = args.num_rows - row;
       multiply_rows(args, row, left < rows_per_block ? left : rows_per_block, group);
     }
   }
