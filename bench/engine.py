@@ -204,6 +204,22 @@ def measure(engine: Engine[Any], requests: list[GenerateRequest], concurrency: i
     )
 
 
+def measure_shares(
+    engine: Engine[Any], args: argparse.Namespace, config: EngineConfig, concurrencies: list[int]
+) -> list[dict[str, Any]]:
+    """Measure and print the share of memory bandwidth that decode steps use."""
+    from bench.memory_share import measure_share
+
+    shares: list[dict[str, Any]] = []
+    for concurrency in concurrencies:
+        vocab_size = engine.model_info.vocab_size
+        requests = make_requests(args, concurrency, vocab_size, seed=10**6 + concurrency)
+        shares.append(asdict(measure_share(engine, requests, config)))
+        rounded = {k: round(v, 3) for k, v in shares[-1].items()}
+        print("memory:", json.dumps(rounded), flush=True)
+    return shares
+
+
 def show_progress(stage: str, done: int, total: int) -> None:
     """Name each stage once it is complete."""
     if done == total:
@@ -216,6 +232,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default="models/smollm2-135m-instruct")
     parser.add_argument("--platform", default="cpu", choices=["auto", "cpu", "tpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--quantization", default="none", choices=["none", "int8"])
     parser.add_argument("--attention", default="auto", choices=["auto", "native", "reference"])
     parser.add_argument("--matmul", default="auto", choices=["auto", "native", "xla"])
     parser.add_argument("--concurrency", default="1,4,16,32")
@@ -236,25 +253,25 @@ def main() -> None:
     """Measure each concurrency and print one line of JSON for each."""
     args = parse_args()
     concurrencies = [int(c) for c in args.concurrency.split(",")]
+    config = None
     if args.fake_step_ms is not None:
         engine = fake_engine(args.fake_step_ms / 1e3, max_num_seqs=max(concurrencies))
     else:
         from replicas.engine.startup import build_engine
 
-        engine = build_engine(
-            EngineConfig(
-                model=args.model,
-                platform=args.platform,
-                dtype=args.dtype,
-                attention=args.attention,
-                matmul=args.matmul,
-                max_model_len=args.max_model_len,
-                max_num_seqs=args.max_num_seqs,
-                max_mixed_tokens=max(64, args.max_num_seqs),
-                program_store=args.program_store,
-            ),
-            show_progress,
+        config = EngineConfig(
+            model=args.model,
+            platform=args.platform,
+            dtype=args.dtype,
+            quantization=args.quantization,
+            attention=args.attention,
+            matmul=args.matmul,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_mixed_tokens=max(64, args.max_num_seqs),
+            program_store=args.program_store,
         )
+        engine = build_engine(config, show_progress)
     vocab_size = engine.model_info.vocab_size
     measure(engine, make_requests(args, 2, vocab_size, seed=10**6), 2)
     results: list[Measurement] = []
@@ -266,9 +283,13 @@ def main() -> None:
             k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(results[-1]).items()
         }
         print(json.dumps(rounded), flush=True)
+    shares: list[dict[str, Any]] = []
+    if config is not None:
+        shares = measure_shares(engine, args, config, concurrencies)
     if args.output is not None:
         arguments = {k: str(v) for k, v in vars(args).items()}
         measured = {"arguments": arguments, "results": [asdict(r) for r in results]}
+        measured["memory"] = shares
         report.write_json(args.output, {"stamp": report.stamp()} | measured)
 
 

@@ -8,6 +8,8 @@ products is an exact i32, so a row's bits depend on nothing but the row.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,25 @@ MAX_INPUTS = 1 << 16
 """Inputs up to which an i32 holds any sum: 255 * 127 * 2^16 < 2^31."""
 
 _MAX = 127
+_CACHED_FLOATS = 1 << 17
 _LEAST = np.float32(1e-30)
 """A row of smaller magnitudes is a row of zeros: 127 divided by them would overflow."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Int8Matrix:
+    """A quantised weight [N, K] in plain order.
+
+    Attributes:
+        values: int8 [N, K] in [-127, 127].
+        scales: f32 [N]; values * scales is the weight, rotated and divided by `rotation`.
+        rotation: size of the Hadamard matrix, a power of two that divides K; 1 for none.
+    """
+
+    values: jax.Array | np.ndarray
+    scales: jax.Array | np.ndarray
+    rotation: int = dataclasses.field(metadata={"static": True})
 
 
 def largest_rotation(num_inputs: int) -> int:
@@ -26,33 +45,41 @@ def largest_rotation(num_inputs: int) -> int:
     return num_inputs & -num_inputs
 
 
-def quantize_weight(
-    weight: jax.Array | np.ndarray, *, rotation: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rotate and quantise a weight [N, K] on the host.
+def quantize_weight(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8Matrix:
+    """Rotate and quantise a weight [N, K] of any float dtype on the host.
 
     Args:
-        weight: any float dtype.
-        rotation: size b of the Hadamard matrix, a power of two that divides K; 1 for none.
+        weight: finite; K at most 2^16.
+        rotation: see `Int8Matrix`; None for the largest.
 
-    Returns:
-        values: int8 [N, K] in [-127, 127].
-        scales: f32 [N]; values * scales is the weight, rotated and divided by b.
+    Raises:
+        ValueError: the weight is no matrix, K is too large, or the rotation does not fit it.
     """
+    if weight.ndim != 2 or 0 in weight.shape:
+        raise ValueError(f"a weight must be [N, K], got shape {weight.shape}")
+    num_inputs = weight.shape[1]
+    if num_inputs > MAX_INPUTS:
+        raise ValueError(f"K must be at most {MAX_INPUTS}, got {num_inputs}")
+    largest_size = largest_rotation(num_inputs)
+    rotation = largest_size if rotation is None else rotation
+    if not 1 <= rotation <= largest_size or rotation & (rotation - 1):
+        raise ValueError(
+            f"rotation must be a power of two that divides K = {num_inputs}, got {rotation}"
+        )
     values = np.empty(weight.shape, np.int8)
     scales = np.empty(weight.shape[0], np.float32)
     # Few rows at a time stay in a core's cache over the stages of the rotation.
-    step = max(1, (1 << 18) // weight.shape[1])
+    step = max(1, _CACHED_FLOATS // num_inputs)
     for begin in range(0, weight.shape[0], step):
         rows = np.array(weight[begin : begin + step], np.float32)
         _rotate_in_place(rows, rotation)
-        # The transform is applied twice, to x and here, each time without its factor b^-1/2.
-        rows /= rotation
+        # The transform is applied to x and here, each time without its factor b^-1/2.
+        rows *= np.float32(1 / rotation)
         largest = np.abs(rows).max(axis=1)
         scale = np.where(largest < _LEAST, np.float32(1), largest / _MAX)
         scales[begin : begin + step] = scale
         values[begin : begin + step] = np.rint(rows / scale[:, None])
-    return values, scales
+    return Int8Matrix(values, scales, rotation)
 
 
 def quantize_rows(x: jax.Array, *, rotation: int) -> tuple[jax.Array, jax.Array]:
@@ -67,18 +94,13 @@ def quantize_rows(x: jax.Array, *, rotation: int) -> tuple[jax.Array, jax.Array]
     return values.astype(jnp.int8), jnp.where(is_zero, 0.0, scale)
 
 
-def int8_linear(x: jax.Array, values: jax.Array, scales: jax.Array, *, rotation: int) -> jax.Array:
-    """Return x @ weight.T as f32 [T, N].
-
-    Args:
-        x: bf16 or f32 [T, K].
-        values: int8 [N, K], as from `quantize_weight`.
-        scales: f32 [N].
-        rotation: as in `quantize_weight`.
-    """
-    rows, row_scales = quantize_rows(x, rotation=rotation)
-    sums = lax.dot_general(rows, values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
-    return sums.astype(jnp.float32) * row_scales[:, None] * scales[None, :]
+def int8_linear(x: jax.Array, weight: Int8Matrix) -> jax.Array:
+    """Return x @ weight.T as f32 [T, N]; x is bf16 or f32 [T, K]."""
+    rows, row_scales = quantize_rows(x, rotation=weight.rotation)
+    sums = lax.dot_general(
+        rows, weight.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    return sums.astype(jnp.float32) * row_scales[:, None] * weight.scales[None, :]
 
 
 def _rotate(x: jax.Array, rotation: int) -> jax.Array:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.cpu import library
-from kernels.int8_reference import MAX_INPUTS, largest_rotation, quantize_weight
+from kernels.int8_reference import quantize_weight
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -29,14 +29,15 @@ _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Weights [N, K] of one or several layers, in the order in which `linear` reads them.
+    """A weight [N, K] in the order in which `linear` reads it.
 
     Attributes:
-        groups: u8 [L, ceil(N / 32), ceil(K / 4), 32, 4], each weight plus 128.
-        scales: f32 [L, ceil(N / 32), 32], zeros past N.
+        groups: u8 [ceil(N / 32), ceil(K / 4), 32, 4] or [L, ...]: the weight plus 128.
+        scales: f32 [ceil(N / 32), 32] or [L, ...], zeros past N.
         num_outputs: N.
         num_inputs: K.
         rotation: size of the Hadamard matrix that inputs are multiplied by.
+        layer: which of L layers this is; None for a weight by itself, or for a whole stack.
     """
 
     groups: jax.Array | np.ndarray
@@ -44,19 +45,21 @@ class Int8Weight:
     num_outputs: int = dataclasses.field(metadata={"static": True})
     num_inputs: int = dataclasses.field(metadata={"static": True})
     rotation: int = dataclasses.field(metadata={"static": True})
+    layer: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Int8GateUp:
-    """The gate and up weights [F, K] of gated MLPs, in the order `linear_silu` reads them.
+    """The gate and up weights [F, K] of a gated MLP, in the order `linear_silu` reads them.
 
     Attributes:
-        groups: u8 [L, ceil(F / 16), ceil(K / 4), 32, 4]; the 32 are 16 gates and their 16 ups.
-        scales: f32 [L, ceil(F / 16), 32], zeros past F.
+        groups: u8 [ceil(F / 16), ceil(K / 4), 32, 4] or [L, ...]; the 32 are 16 gates, 16 ups.
+        scales: f32 [ceil(F / 16), 32] or [L, ...], zeros past F.
         num_outputs: F.
         num_inputs: K.
         rotation: size of the Hadamard matrix that inputs are multiplied by.
+        layer: as in `Int8Weight`.
     """
 
     groups: jax.Array | np.ndarray
@@ -64,10 +67,11 @@ class Int8GateUp:
     num_outputs: int = dataclasses.field(metadata={"static": True})
     num_inputs: int = dataclasses.field(metadata={"static": True})
     rotation: int = dataclasses.field(metadata={"static": True})
+    layer: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def pack(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8Weight:
-    """Quantise and pack a weight [N, K] on the host, as one layer.
+    """Quantise and pack a weight [N, K] on the host.
 
     Args:
         weight: any float dtype.
@@ -77,31 +81,31 @@ def pack(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8
     Raises:
         ValueError: the weight is no matrix, K exceeds 2^16, or the rotation does not fit it.
     """
-    num_outputs, num_inputs = _check_weight(weight)
-    rotation = _check_rotation(rotation, num_inputs)
-    values, scales = quantize_weight(weight, rotation=rotation)
+    matrix = quantize_weight(weight, rotation=rotation)
+    num_outputs, num_inputs = matrix.values.shape
+    values, scales = np.asarray(matrix.values), np.asarray(matrix.scales)
     size = -(-num_outputs // _GROUP) * _GROUP
     groups, packed_scales = _arrange(values[None], scales[None], size)
-    return Int8Weight(groups, packed_scales, num_outputs, num_inputs, rotation)
+    return Int8Weight(groups, packed_scales, num_outputs, num_inputs, matrix.rotation)
 
 
 def pack_gate_up(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8GateUp:
-    """Quantise and pack a weight [2F, K] of F gates before F ups, as one layer.
+    """Quantise and pack a weight [2F, K] of F gates before F ups, on the host.
 
     Raises:
         ValueError: as for `pack`, or its outputs are odd in number.
     """
-    num_outputs, num_inputs = _check_weight(weight)
+    matrix = quantize_weight(weight, rotation=rotation)
+    num_outputs, num_inputs = matrix.values.shape
     if num_outputs % 2:
         raise ValueError(f"gate and up must have as many outputs, got {num_outputs} in all")
-    rotation = _check_rotation(rotation, num_inputs)
-    values, scales = quantize_weight(weight, rotation=rotation)
     half, width = _GROUP // 2, num_outputs // 2
-    size = -(-width // half) * half
-    groups, packed_scales = _arrange(
-        values.reshape(2, width, num_inputs), scales.reshape(2, width), size
+    groups, scales = _arrange(
+        np.asarray(matrix.values).reshape(2, width, num_inputs),
+        np.asarray(matrix.scales).reshape(2, width),
+        -(-width // half) * half,
     )
-    return Int8GateUp(groups, packed_scales, width, num_inputs, rotation)
+    return Int8GateUp(groups, scales, width, num_inputs, matrix.rotation)
 
 
 def linear(
@@ -109,7 +113,6 @@ def linear(
     weight: Int8Weight,
     num_rows: jax.Array | None = None,
     *,
-    layer: int = 0,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Return x @ weight.T, [T, N].
@@ -119,7 +122,6 @@ def linear(
         weight: as packed by `pack`.
         num_rows: i32 [1] in [0, T], the first rows of x that are in use; None for all. The others
             are not read, and come out as zeros.
-        layer: which of the weight's layers.
         out_dtype: bf16 or f32; None for x's.
 
     Raises:
@@ -128,7 +130,7 @@ def linear(
         kernels.cpu.library.NativeUnavailable: the kernels cannot be built here.
         jax.errors.JaxRuntimeError: at run time, `num_rows` outside [0, T].
     """
-    return _call(x, weight, num_rows, layer=layer, out_dtype=out_dtype, is_silu=False)
+    return _call(x, weight, num_rows, out_dtype=out_dtype, is_silu=False)
 
 
 def linear_silu(
@@ -136,21 +138,20 @@ def linear_silu(
     weight: Int8GateUp,
     num_rows: jax.Array | None = None,
     *,
-    layer: int = 0,
     out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """Return silu(x @ gate.T) * (x @ up.T), [T, F]; SiLU and the product are f32.
 
     Arguments and errors as for `linear`.
     """
-    return _call(x, weight, num_rows, layer=layer, out_dtype=out_dtype, is_silu=True)
+    return _call(x, weight, num_rows, out_dtype=out_dtype, is_silu=True)
 
 
 def _arrange(values: np.ndarray, scales: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Order int8 [B, n, K] and f32 [B, n], padded to `size` outputs, as groups of 32 / B from each.
 
     Returns:
-        u8 [1, B * size / 32, ceil(K / 4), 32, 4] and f32 [1, B * size / 32, 32].
+        u8 [B * size / 32, ceil(K / 4), 32, 4] and f32 [B * size / 32, 32].
     """
     num_parts, num_outputs, num_inputs = values.shape
     num_words = -(-num_inputs // _WORD)
@@ -164,8 +165,8 @@ def _arrange(values: np.ndarray, scales: np.ndarray, size: int) -> tuple[np.ndar
     padded_scales[:, :num_outputs] = scales
     packed_scales = padded_scales.reshape(num_parts, -1, part).swapaxes(0, 1)
     return (
-        groups.reshape(1, -1, num_words, _GROUP, _WORD),
-        np.ascontiguousarray(packed_scales).reshape(1, -1, _GROUP),
+        groups.reshape(-1, num_words, _GROUP, _WORD),
+        np.ascontiguousarray(packed_scales).reshape(-1, _GROUP),
     )
 
 
@@ -174,7 +175,6 @@ def _call(
     weight: Int8Weight | Int8GateUp,
     num_rows: jax.Array | None,
     *,
-    layer: int,
     out_dtype: DTypeLike | None,
     is_silu: bool,
 ) -> jax.Array:
@@ -186,8 +186,8 @@ def _call(
         raise ValueError(
             f"packed weights of K = {weight.num_inputs} inputs need x [T, K], got {x.shape}"
         )
-    if not 0 <= layer < weight.groups.shape[0]:
-        raise ValueError(f"layer must lie in [0, {weight.groups.shape[0]}), got {layer}")
+    if weight.groups.ndim != (4 if weight.layer is None else 5):
+        raise ValueError(f"layer {weight.layer} of packed weights of shape {weight.groups.shape}")
     if num_rows is None:
         num_rows = jnp.full(1, x.shape[0], jnp.int32)
     if num_rows.dtype != jnp.int32:
@@ -201,26 +201,7 @@ def _call(
         weight.groups,
         weight.scales,
         num_rows,
-        layer=np.int64(layer),
+        layer=np.int64(weight.layer or 0),
         rotation=np.int64(weight.rotation),
         is_silu=is_silu,
     )
-
-
-def _check_weight(weight: jax.Array | np.ndarray) -> tuple[int, int]:
-    if weight.ndim != 2 or 0 in weight.shape:
-        raise ValueError(f"a weight must be [N, K], got shape {weight.shape}")
-    if weight.shape[1] > MAX_INPUTS:
-        raise ValueError(f"K must be at most {MAX_INPUTS}, got {weight.shape[1]}")
-    return weight.shape[0], weight.shape[1]
-
-
-def _check_rotation(rotation: int | None, num_inputs: int) -> int:
-    largest = largest_rotation(num_inputs)
-    if rotation is None:
-        return largest
-    if not 1 <= rotation <= largest or rotation & (rotation - 1):
-        raise ValueError(
-            f"rotation must be a power of two that divides K = {num_inputs}, got {rotation}"
-        )
-    return rotation

@@ -31,6 +31,7 @@ from replicas.engine.programs import ProgramStore, environment_key
 from replicas.engine.scheduler import Scheduler
 from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
 from replicas.models.packing import pack_params
+from replicas.models.quantize import quantize_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
     kv_pages_sharding,
@@ -82,8 +83,8 @@ def resolve_config(
         attention = "native" if platform == "cpu" and has_native else "reference"
     matmul = config.matmul
     if matmul == "auto":
-        is_packable = config.dtype == "bfloat16" and config.tensor_parallel == 1
-        matmul = "native" if platform == "cpu" and has_native and is_packable else "xla"
+        is_native = platform == "cpu" and has_native and config.has_packable_weights
+        matmul = "native" if is_native else "xla"
     return dataclasses.replace(
         config,
         platform=platform,
@@ -197,7 +198,9 @@ def _build_runner(
         num_shards=num_shards,
         progress=lambda done, total: report("weights", done, total),
     )
-    if config.matmul == "native":
+    if config.quantization == "int8":
+        params = quantize_params(params, model_config, is_native=config.matmul == "native")
+    elif config.matmul == "native":
         params = pack_params(params, model_config)
     kv_pages = allocate_kv_pages(
         model_config,

@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,13 +28,10 @@ def exact(x, weight):
 
 
 def reference(x, weight, rotation=None):
-    rotation = int8_reference.largest_rotation(x.shape[1]) if rotation is None else rotation
-    values, scales = int8_reference.quantize_weight(weight, rotation=rotation)
-    return int8_reference.int8_linear(
-        x, jnp.asarray(values), jnp.asarray(scales), rotation=rotation
-    )
+    return int8_reference.int8_linear(x, int8_reference.quantize_weight(weight, rotation=rotation))
 
 
+@on_every_instruction_set
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), SHAPES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_equals_the_reference_bit_by_bit(num_outputs, num_inputs, dtype, instruction_set):
@@ -101,10 +100,11 @@ def test_each_layer_of_a_stack_is_its_own_weight():
     x, first = draw(5, 96, 70)
     second = np.flip(first).copy()
     stack = jax.tree.map(
-        lambda *parts: np.concatenate(parts), int8_matmul.pack(first), int8_matmul.pack(second)
+        lambda *parts: np.stack(parts), int8_matmul.pack(first), int8_matmul.pack(second)
     )
     for layer, weight in enumerate((first, second)):
-        out = int8_matmul.linear(x, stack, layer=layer, out_dtype=jnp.float32)
+        part = dataclasses.replace(stack, layer=layer)
+        out = int8_matmul.linear(x, part, out_dtype=jnp.float32)
         np.testing.assert_array_equal(out, reference(x, weight))
 
 
@@ -169,8 +169,8 @@ def test_misfits_are_refused():
         int8_matmul.linear(x, packed, jnp.ones(1))
     with pytest.raises(ValueError, match=r"num_rows must be \[1\], got shape \(2,\)"):
         int8_matmul.linear(x, packed, jnp.ones(2, jnp.int32))
-    with pytest.raises(ValueError, match=r"layer must lie in \[0, 1\), got 1"):
-        int8_matmul.linear(x, packed, layer=1)
+    with pytest.raises(ValueError, match=r"layer 1 of packed weights of shape \(3, 16, 32, 4\)"):
+        int8_matmul.linear(x, dataclasses.replace(packed, layer=1))
     with pytest.raises(ValueError, match=r"a weight must be \[N, K\], got shape \(4,\)"):
         int8_matmul.pack(np.zeros(4, np.float32))
     with pytest.raises(ValueError, match="K must be at most 65536, got 65537"):

@@ -37,7 +37,7 @@ ffi::Error int8_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
                        int64_t rotation, bool is_silu, ffi::Result<ffi::AnyBuffer> out) {
   const Int8MatmulKernel& kernel = select_kernel();
   const int64_t num_tokens = x.dimensions()[0];
-  const int64_t num_groups = w.dimensions()[1];
+  const int64_t num_groups = w.dimensions()[w.dimensions().size() - 4];  // of one layer of [L, ...]
   Int8MatmulArgs args;
   args.num_rows = num_rows.typed_data()[0];
   if (args.num_rows < 0 || args.num_rows > num_tokens) {

@@ -1,0 +1,46 @@
+"""Turns the matmul weights of a parameter tree into 8-bit integers, once, at load.
+
+From the weights alone: no calibration text, so any model will do. What makes that good enough is
+the rotation (`kernels.int8_reference`); without it a few large inputs of each row would take the
+resolution from all others. Embedding, norms and biases stay as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kernels.cpu import int8_matmul
+from kernels.int8_reference import quantize_weight
+from replicas.config import ModelConfig
+from replicas.models.registry import get_family
+
+
+def quantize_params(
+    params: Any, config: ModelConfig, *, is_native: bool, rotates: bool = True
+) -> Any:
+    """Return the tree with int8 matmul weights, the output head's included.
+
+    Args:
+        params: as from `load_params`, on one device.
+        config: the model's.
+        is_native: in the layout of the native kernel, else as `Int8Matrix`.
+        rotates: False leaves the rotation out, to measure what it is worth.
+    """
+    rotation = None if rotates else 1
+    prepare = get_family(config).prepare_params
+    if not is_native:
+        return prepare(params, _on_device(functools.partial(quantize_weight, rotation=rotation)))
+    return prepare(
+        params,
+        _on_device(functools.partial(int8_matmul.pack, rotation=rotation)),
+        _on_device(functools.partial(int8_matmul.pack_gate_up, rotation=rotation)),
+    )
+
+
+def _on_device(quantize: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
+    return lambda weight: jax.tree.map(jnp.asarray, quantize(weight))
