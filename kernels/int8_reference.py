@@ -66,6 +66,7 @@ def quantize_weight(weight: jax.Array | np.ndarray, *, rotation: int | None = No
         raise ValueError(
             f"rotation must be a power of two that divides K = {num_inputs}, got {rotation}"
         )
+    weight = np.asarray(weight)
     values = np.empty(weight.shape, np.int8)
     scales = np.empty(weight.shape[0], np.float32)
     # Few rows at a time stay in a core's cache over the stages of the rotation.
@@ -75,10 +76,11 @@ def quantize_weight(weight: jax.Array | np.ndarray, *, rotation: int | None = No
         _rotate_in_place(rows, rotation)
         # The transform is applied to x and here, each time without its factor b^-1/2.
         rows *= np.float32(1 / rotation)
-        largest = np.abs(rows).max(axis=1)
+        largest = np.maximum(rows.max(axis=1), -rows.min(axis=1))
         scale = np.where(largest < _LEAST, np.float32(1), largest / _MAX)
         scales[begin : begin + step] = scale
-        values[begin : begin + step] = np.rint(rows / scale[:, None])
+        rows /= scale[:, None]
+        values[begin : begin + step] = np.rint(rows, out=rows)
     return Int8Matrix(values, scales, rotation)
 
 

@@ -82,7 +82,8 @@ void run_matmul(xla::ffi::ThreadPool pool, const MatmulSize& size, void* out, co
         }
         const int64_t begin = (i - num_zero_chunks) * run;
         multiply(rows, begin, std::min(begin + run, size.num_groups));
-      });
+      },
+      /*is_contiguous=*/true);
 }
 
 }  // namespace systole
