@@ -1,7 +1,8 @@
 """Native ragged paged attention: the traced wrapper around the C++ kernel.
 
 Owns the checks of shape and dtype, which happen once, when a program is traced; values (lengths,
-page indices) are checked by the kernel at every call. Same signature as `kernels.reference`.
+page indices) are checked by the kernel at every call. Same signature as `kernels.reference`, plus a
+`layer` for a cache that holds all layers in one array: one argument of a program instead of many.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     sliding_window: int | None = None,
+    layer: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values to their pages, then attend over the pages.
 
@@ -36,13 +38,15 @@ def ragged_paged_attention(
         k: [T, K, D], rotated, dtype of q; K divides H.
         v: [T, K, D], dtype of q.
         kv_pages: bf16 or f32 [N, 2K, page, D]: keys of head h at row 2h, values at 2h + 1; page a
-            power of two >= 8. Donated: updated in place.
+            power of two >= 8. Or those of all layers, [L, N, 2K, page, D], with `layer`. Donated:
+            updated in place, with no copy through a chain of layers.
         kv_lens: i32 [S], tokens in the cache after this step.
         page_indices: i32 [S, P].
         cu_q_lens: i32 [S + 1], rows of sequence s are [cu_q_lens[s], cu_q_lens[s + 1]).
         num_seqs: i32 [1], sequences in use.
         sm_scale: factor of the scores.
         sliding_window: keys that a query sees, itself included; None for all.
+        layer: which of L layers to attend over, where the pages of all were given.
 
     Returns:
         The output [T, H, D] in q's dtype, zero past the last sequence's rows, and the pages.
@@ -57,7 +61,7 @@ def ragged_paged_attention(
     """
     _check_dtypes(q, k, v, kv_pages)
     _check_indices(kv_lens, page_indices, cu_q_lens, num_seqs)
-    _check_shapes(q, k, v, kv_pages)
+    _check_shapes(q, k, v, kv_pages, layer)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     library.load()
@@ -80,6 +84,7 @@ def ragged_paged_attention(
         num_seqs,
         scale=np.float32(sm_scale),
         window=_NO_WINDOW if sliding_window is None else sliding_window,
+        layer=layer or 0,
     )
     return out, kv_pages
 
@@ -93,8 +98,12 @@ def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array)
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {array.dtype}")
 
 
-def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array) -> None:
-    for name, array, ndim in (("q", q, 3), ("k", k, 3), ("v", v, 3), ("kv_pages", kv_pages, 4)):
+def _check_shapes(
+    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: int | None
+) -> None:
+    pages_ndim = 4 if layer is None else 5
+    expected = (("q", q, 3), ("k", k, 3), ("v", v, 3), ("kv_pages", kv_pages, pages_ndim))
+    for name, array, ndim in expected:
         if array.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}")
     num_tokens, num_heads, head_dim = q.shape
@@ -107,10 +116,12 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array)
         )
     if head_dim == 0 or head_dim % 8:
         raise ValueError(f"head_dim must be a multiple of 8, got {head_dim}")
-    _, rows, page_size, page_dim = kv_pages.shape
+    if layer is not None and not 0 <= layer < kv_pages.shape[0]:
+        raise ValueError(f"layer must lie in [0, {kv_pages.shape[0]}), got {layer}")
+    rows, page_size, page_dim = kv_pages.shape[-3:]
     if rows != 2 * num_kv_heads or page_dim != head_dim:
         raise ValueError(
-            f"kv_pages must be [N, {2 * num_kv_heads}, page, {head_dim}], got {kv_pages.shape}"
+            f"kv_pages must be [..., N, {2 * num_kv_heads}, page, {head_dim}], got {kv_pages.shape}"
         )
     if page_size < 8 or page_size & (page_size - 1):
         raise ValueError(f"the page size must be a power of two >= 8, got {page_size}")

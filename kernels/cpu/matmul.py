@@ -30,12 +30,14 @@ class PackedWeight:
     """A weight [N, K] in the order in which `linear` reads it.
 
     Attributes:
-        groups: bf16 [ceil(N / 32), K / 2, 32, 2], zeros past N.
+        groups: bf16 [ceil(N / 32), K / 2, 32, 2], zeros past N; or of L layers, [L, ...].
         num_outputs: N.
+        layer: which of L layers this is; None for a weight by itself, or for a whole stack.
     """
 
     groups: jax.Array | np.ndarray
     num_outputs: int = dataclasses.field(metadata={"static": True})
+    layer: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -44,12 +46,14 @@ class PackedGateUp:
     """The gate and up weights [F, K] of a gated MLP, in the order `linear_silu` reads them.
 
     Attributes:
-        groups: bf16 [ceil(F / 16), K / 2, 32, 2]; the 32 are 16 gates and their 16 ups.
+        groups: bf16 [ceil(F / 16), K / 2, 32, 2], or [L, ...]; the 32 are 16 gates and their ups.
         num_outputs: F.
+        layer: as in `PackedWeight`.
     """
 
     groups: jax.Array | np.ndarray
     num_outputs: int = dataclasses.field(metadata={"static": True})
+    layer: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 def pack(weight: jax.Array | np.ndarray) -> PackedWeight:
@@ -141,10 +145,12 @@ def _call(
     groups = weight.groups
     if groups.dtype != jnp.bfloat16:
         raise TypeError(f"packed weights must be bfloat16, got {groups.dtype}")
-    if x.ndim != 2 or x.shape[1] != 2 * groups.shape[1]:
-        raise ValueError(
-            f"packed weights of K = {2 * groups.shape[1]} inputs need x [T, K], got {x.shape}"
-        )
+    num_layers = groups.shape[0] if groups.ndim == 5 else None
+    if weight.layer not in ([None] if num_layers is None else range(num_layers)):
+        raise ValueError(f"layer {weight.layer} of packed weights of shape {groups.shape}")
+    num_inputs = 2 * groups.shape[-3]
+    if x.ndim != 2 or x.shape[1] != num_inputs:
+        raise ValueError(f"packed weights of K = {num_inputs} inputs need x [T, K], got {x.shape}")
     if num_rows is None:
         num_rows = jnp.full(1, x.shape[0], jnp.int32)
     if num_rows.dtype != jnp.int32:
@@ -153,7 +159,8 @@ def _call(
         raise ValueError(f"num_rows must be [1], got shape {num_rows.shape}")
     library.load()
     result = jax.ShapeDtypeStruct((x.shape[0], weight.num_outputs), dtype)
-    return jax.ffi.ffi_call("systole_linear", result)(x, groups, num_rows, is_silu=is_silu)
+    call = jax.ffi.ffi_call("systole_linear", result)
+    return call(x, groups, num_rows, is_silu=is_silu, layer=weight.layer or 0)
 
 
 def _check_weight(weight: jax.Array | np.ndarray) -> tuple[int, int]:

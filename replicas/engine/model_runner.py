@@ -22,6 +22,7 @@ from replicas.engine.programs import ProgramStore
 from replicas.engine.sampler import sample
 from replicas.engine.scheduler import StepPlan
 from replicas.engine.step import DeviceState, PackedLayout, SlotTable, pack_step
+from replicas.models.kv_cache import KVPages
 
 ProgressFn = Callable[[str, int, int], None]
 
@@ -37,7 +38,7 @@ class Model:
         compute_logits: (params, hidden [R, M], rows in use [1]) -> f32 [R, V].
     """
 
-    forward: Callable[..., tuple[Array, tuple[Array, ...]]]
+    forward: Callable[..., tuple[Array, KVPages]]
     compute_logits: Callable[..., Array]
 
 
@@ -76,7 +77,7 @@ class ModelRunner:
         config: EngineConfig,
         *,
         params: Any,
-        kv_pages: tuple[Array, ...],
+        kv_pages: KVPages,
         replicated: jax.sharding.Sharding | None,
         store: ProgramStore | None,
     ) -> None:
@@ -86,7 +87,7 @@ class ModelRunner:
             model: forward pass and output head.
             config: resolved engine configuration: nothing in it is None or "auto".
             params: the model's parameters, sharded.
-            kv_pages: per layer, [N, 2K, page, D]; owned (donated) from here on.
+            kv_pages: as from `allocate_kv_pages`; owned (donated) from here on.
             replicated: sharding of what every device holds whole; None on a single device.
             store: where compiled programs are kept, or None.
         """

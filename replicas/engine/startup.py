@@ -209,6 +209,7 @@ def _build_runner(
         dtype=dtype,
         num_shards=num_shards,
         sharding=kv_pages_sharding(mesh) if is_sharded else None,
+        is_stacked=config.attention == "native" and not is_sharded,
     )
     return ModelRunner(
         model,

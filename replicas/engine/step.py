@@ -21,18 +21,19 @@ from replicas.engine.sampler import SamplingArrays
 from replicas.engine.scheduler import StepPlan
 from replicas.engine.sequence import Sequence
 from replicas.models.inputs import ModelInputs
+from replicas.models.kv_cache import KVPages
 
 
 class DeviceState(NamedTuple):
     """Everything that lives on the device from step to step; donated to each step.
 
     Attributes:
-        kv_pages: per layer, [N, 2K, page, D].
+        kv_pages: [N, 2K, page, D] per layer, or [L, N, 2K, page, D].
         last_token_ids: i32 [num_slots + 1], the newest token of each slot; the last entry takes
             the writes of padding rows.
     """
 
-    kv_pages: tuple[Array, ...]
+    kv_pages: KVPages
     last_token_ids: Int[Array, " slots"]
 
 

@@ -1,23 +1,29 @@
-"""The KV pages of a model: their shape, their size and their allocation.
+"""The KV pages of a model: their shape, their size, their allocation and attention over them.
 
 Page tables belong to the engine's page allocator; this file only knows memory. Layout of a layer:
-[N, 2K, page, D], key of KV head h at row 2h and its value at row 2h + 1. Invariant: page 0 is the
-null page, which padded writes may hit and no sequence owns.
+[N, 2K, page, D], key of KV head h at row 2h and its value at row 2h + 1. A cache is an array per
+layer, or one array [L, N, 2K, page, D] for a kernel that updates one layer of it in place: fewer
+arguments. Invariant: page 0 is the null page, which padded writes may hit and no sequence owns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from replicas.config import ModelConfig
+from replicas.models.inputs import ModelInputs
 from replicas.models.sharding import num_sharded_kv_heads
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
     from jaxtyping import Array, Float
+
+type KVPages = "Array | tuple[Array, ...]"
+type Attention = Callable[..., tuple[Array, Array]]
 
 
 def kv_pages_shape(
@@ -46,7 +52,54 @@ def allocate_kv_pages(
     dtype: DTypeLike,
     num_shards: int = 1,
     sharding: jax.sharding.Sharding | None = None,
-) -> tuple[Float[Array, "N 2K page D"], ...]:
-    """Allocate zeroed pages, one array per layer, straight in their sharding."""
+    is_stacked: bool = False,
+) -> KVPages:
+    """Allocate zeroed pages straight in their sharding.
+
+    Returns:
+        One array [N, 2K, page, D] per layer, or one [L, N, 2K, page, D] if `is_stacked`.
+    """
     shape = kv_pages_shape(config, num_pages=num_pages, page_size=page_size, num_shards=num_shards)
+    if is_stacked:
+        return jnp.zeros((config.num_layers, *shape), dtype, device=sharding)
     return tuple(jnp.zeros(shape, dtype, device=sharding) for _ in range(config.num_layers))
+
+
+def num_kv_heads(kv_pages: KVPages) -> int:
+    """Return the KV heads in the cache, or in one shard of it."""
+    pages = kv_pages[0] if isinstance(kv_pages, tuple) else kv_pages
+    return pages.shape[-3] // 2
+
+
+def attend(
+    attention: Attention,
+    q: Float[Array, "T H D"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+    kv_pages: KVPages,
+    inputs: ModelInputs,
+    *,
+    layer: int,
+    sm_scale: float,
+    sliding_window: int | None,
+) -> tuple[Float[Array, "T H D"], KVPages]:
+    """Write a layer's keys and values to its pages and attend over them.
+
+    Args:
+        attention: `kernels.reference.ragged_paged_attention` or a function of that signature; with
+            a stacked cache, one that takes the `layer` as well.
+        q: rotated.
+        k: rotated.
+        v: the values.
+        kv_pages: in either layout.
+        inputs: the step.
+        layer: index of the layer.
+        sm_scale: factor of the scores.
+        sliding_window: keys that a query sees, itself included; None for all.
+    """
+    indices = (inputs.kv_lens, inputs.page_indices, inputs.cu_q_lens, inputs.num_seqs)
+    options = {"sm_scale": sm_scale, "sliding_window": sliding_window}
+    if isinstance(kv_pages, tuple):
+        out, pages = attention(q, k, v, kv_pages[layer], *indices, **options)
+        return out, (*kv_pages[:layer], pages, *kv_pages[layer + 1 :])
+    return attention(q, k, v, kv_pages, *indices, layer=layer, **options)

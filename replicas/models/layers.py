@@ -151,7 +151,8 @@ def rope_angles(
     """Return cosine and sine of every position's angles, in f32: bf16 would round 257 to 256."""
     frequencies = jnp.asarray(rope_frequencies(rope, head_dim))
     angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-    return jnp.cos(angles), jnp.sin(angles)
+    # Without the barrier XLA fuses them into every use: once per head of every layer.
+    return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def apply_rope(
@@ -159,6 +160,9 @@ def apply_rope(
     angles: tuple[Float32[Array, "T D/2"], Float32[Array, "T D/2"]],
 ) -> Float32[Array, "T H D"]:
     """Rotate pairs (i, i + D/2) of every head (Su et al. 2021, in the half-split layout)."""
-    cos, sin = (table[:, None, :] for table in angles)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    cos, sin = (table[:, None, None, :] for table in angles)
+    halves = x.reshape(*x.shape[:2], 2, -1)
+    # first * cos - second * sin, then second * cos + first * sin. A reversal fuses with its
+    # neighbours where a concatenation of the two does not.
+    signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 2, 1)
+    return (halves * cos + jnp.flip(halves, axis=2) * (sin * signs)).reshape(x.shape)

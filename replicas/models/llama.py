@@ -8,7 +8,7 @@ weights' dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -16,15 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from replicas.config import ModelConfig
-from replicas.models import layers
+from replicas.models import kv_cache, layers
 from replicas.models.inputs import ModelInputs
+from replicas.models.kv_cache import Attention, KVPages
 from replicas.models.param_spec import ParamSpec, Source
 from replicas.models.sharding import num_sharded_kv_heads
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Float32, Int32
-
-Attention = Callable[..., "tuple[Array, Array]"]
+    from jaxtyping import Array, Float32, Int32
 
 
 class LayerParams(NamedTuple):
@@ -60,13 +59,13 @@ class LlamaParams(NamedTuple):
 
     Attributes:
         embedding: [V, M].
-        layers: one entry per layer.
+        layers: one entry per layer; a tuple, or a `LayerStack` of packed weights.
         final_norm: [M] f32.
         head: [V, M], or None when tied to the embedding.
     """
 
     embedding: Any
-    layers: tuple[LayerParams, ...]
+    layers: Iterable[LayerParams]
     final_norm: Any
     head: Any
 
@@ -96,12 +95,14 @@ def prepare_params(
     params: LlamaParams,
     pack: Callable[[Array], Any],
     pack_gate_up: Callable[[Array], Any] | None = None,
+    stack: Callable[[Iterable[LayerParams]], Iterable[LayerParams]] = tuple,
 ) -> LlamaParams:
     """Return the weights with every matmul operand replaced by `pack(weight)`.
 
     The hook for layouts that a platform's kernels want: `layers.linear` receives what `pack`
-    returned, `layers.gated_linear` what `pack_gate_up` did (used where there is no bias). A tied
-    head becomes a packed copy of its own, since the lookup needs plain rows.
+    returned, `layers.gated_linear` what `pack_gate_up` did (used where there is no bias). `stack`
+    takes the layers one by one, as they are packed. A tied head becomes a packed copy of its own,
+    since the lookup needs plain rows.
     """
 
     def pack_layer(layer: LayerParams) -> LayerParams:
@@ -116,23 +117,24 @@ def prepare_params(
         )
 
     head = pack(params.embedding if params.head is None else params.head)
-    return params._replace(layers=tuple(pack_layer(layer) for layer in params.layers), head=head)
+    return params._replace(layers=stack(pack_layer(layer) for layer in params.layers), head=head)
 
 
 def forward(
     params: LlamaParams,
-    kv_pages: tuple[Array, ...],
+    kv_pages: KVPages,
     inputs: ModelInputs,
     config: ModelConfig,
     *,
     attention: Attention,
     axis_name: str | None = None,
-) -> tuple[Float32[Array, "T M"], tuple[Array, ...]]:
+) -> tuple[Float32[Array, "T M"], KVPages]:
     """Run one step over all layers; write the step's keys and values into the pages.
 
     Args:
         params: weights, or one shard of them.
-        kv_pages: pages [N, 2K, page, D] of each layer; updated in place when donated.
+        kv_pages: pages [N, 2K, page, D] of each layer, or [L, N, 2K, page, D] where `attention`
+            takes the `layer`; updated in place when donated.
         inputs: one step, padded to its bucket.
         config: static.
         attention: `kernels.reference.ragged_paged_attention` or a function of that signature.
@@ -148,19 +150,25 @@ def forward(
     with jax.named_scope("rope_angles"):
         angles = layers.rope_angles(inputs.positions, config.rope, config.head_dim)
 
-    new_pages: list[Array] = []
-    for index, (layer, pages) in enumerate(zip(params.layers, kv_pages, strict=True)):
+    for index, layer in enumerate(params.layers):
         with jax.named_scope(f"layer_{index}"):
-            attended, pages = _attend(
-                layer, hidden, pages, angles, inputs, config, attention=attention, dtype=dtype
+            attended, kv_pages = _attend(
+                layer,
+                hidden,
+                kv_pages,
+                index,
+                angles,
+                inputs,
+                config,
+                attention=attention,
+                dtype=dtype,
             )
             hidden += layers.add_bias(
                 layers.sum_over(attended, axis_name), layer.attention_out_bias
             )
             activated = _feed_forward(layer, hidden, inputs, config, dtype=dtype)
             hidden += layers.add_bias(layers.sum_over(activated, axis_name), layer.down_bias)
-        new_pages.append(pages)
-    return hidden, tuple(new_pages)
+    return hidden, kv_pages
 
 
 def compute_logits(
@@ -187,16 +195,17 @@ def compute_logits(
 def _attend(
     layer: LayerParams,
     hidden: Float32[Array, "T M"],
-    pages: Float[Array, "N 2K page D"],
+    kv_pages: KVPages,
+    index: int,
     angles: tuple[Array, Array],
     inputs: ModelInputs,
     config: ModelConfig,
     *,
     attention: Attention,
     dtype: jnp.dtype,
-) -> tuple[Float32[Array, "T M"], Float[Array, "N 2K page D"]]:
+) -> tuple[Float32[Array, "T M"], KVPages]:
     """Project, rotate, attend and project back; the result is partial over the tensor axis."""
-    num_kv_heads = pages.shape[1] // 2
+    num_kv_heads = kv_cache.num_kv_heads(kv_pages)
     with jax.named_scope("qkv"):
         normed = layers.rms_norm(hidden, layer.attention_norm, eps=config.rms_norm_eps)
         qkv = layers.linear(normed.astype(dtype), layer.qkv, inputs.num_tokens)
@@ -208,21 +217,20 @@ def _attend(
         q = layers.apply_rope(q, angles)
         k = layers.apply_rope(k, angles)
     with jax.named_scope("attention"):
-        out, pages = attention(
+        out, kv_pages = kv_cache.attend(
+            attention,
             q.astype(dtype),
             k.astype(dtype),
             v.astype(dtype),
-            pages,
-            inputs.kv_lens,
-            inputs.page_indices,
-            inputs.cu_q_lens,
-            inputs.num_seqs,
+            kv_pages,
+            inputs,
+            layer=index,
             sm_scale=config.head_dim**-0.5,
             sliding_window=config.sliding_window,
         )
     with jax.named_scope("attention_out"):
         out = out.reshape(hidden.shape[0], -1).astype(dtype)
-        return layers.linear(out, layer.attention_out, inputs.num_tokens), pages
+        return layers.linear(out, layer.attention_out, inputs.num_tokens), kv_pages
 
 
 def _feed_forward(

@@ -11,11 +11,12 @@ import pytest
 
 from bench.paged_forward import PagedForward
 from kernels import reference
-from kernels.cpu import library
+from kernels.cpu import attention, library, matmul
 from replicas.config import EngineConfig, ModelConfig, RopeConfig
 from replicas.models import layers, llama, sharding
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
+from replicas.models.layer_stack import LayerStack, stack_layers
 from replicas.models.packing import pack_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.weights import load_params
@@ -170,6 +171,10 @@ def test_page_bytes_are_those_of_the_allocated_pages() -> None:
     pages = allocate_kv_pages(SMOLLM2_LAYERS, num_pages=5, page_size=16, dtype=jnp.bfloat16)
     one_page = bytes_per_page(SMOLLM2_LAYERS, page_size=16, dtype=jnp.bfloat16)
     assert sum(page.nbytes for page in pages) == 5 * one_page
+    stacked = allocate_kv_pages(
+        SMOLLM2_LAYERS, num_pages=5, page_size=16, dtype=jnp.bfloat16, is_stacked=True
+    )
+    assert stacked.shape == (SMOLLM2_LAYERS.num_layers, *pages[0].shape)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -257,6 +262,47 @@ def test_prepared_weights_reach_every_matmul_and_a_tied_head_keeps_its_embedding
     assert prepared.embedding is params.embedding
     np.testing.assert_array_equal(prepared.head, params.embedding + 1.0)
     np.testing.assert_array_equal(prepared.layers[1].down, params.layers[1].down + 1.0)
+
+
+def test_stacked_layers_and_pages_give_the_bits_of_separate_ones() -> None:
+    library.load()
+    params = random_params(SMALL_LAYERS, "bfloat16")
+    stacked = pack_params(params, SMALL_LAYERS)
+    separate = llama.prepare_params(params, matmul.pack, matmul.pack_gate_up)
+    assert isinstance(stacked.layers, LayerStack)
+    assert len(jax.tree.leaves(stacked)) == 3 + 6
+
+    inputs = prefill_inputs(list(range(11)), num_rows=16, page_size=16)
+    dtype = jnp.dtype(jnp.bfloat16)
+
+    def run(params: Any, *, is_stacked: bool) -> tuple[np.ndarray, np.ndarray]:
+        pages = allocate_kv_pages(
+            SMALL_LAYERS, num_pages=4, page_size=16, dtype=dtype, is_stacked=is_stacked
+        )
+        hidden, pages = jax.jit(
+            lambda params, pages: llama.forward(
+                params, pages, inputs, SMALL_LAYERS, attention=attention.ragged_paged_attention
+            )
+        )(params, pages)
+        return np.asarray(hidden), np.asarray(pages)
+
+    expected, expected_pages = run(separate, is_stacked=False)
+    assert expected_pages[:, 1].any(axis=(1, 2, 3)).all()
+    for params in (separate, stacked):
+        hidden, pages = run(params, is_stacked=True)
+        np.testing.assert_array_equal(hidden, expected)
+        np.testing.assert_array_equal(pages, expected_pages)
+
+
+def test_layers_that_differ_do_not_stack() -> None:
+    layer = {"norm": np.ones(3, np.float32)}
+    for other in (
+        {"norm": np.ones(1, np.float32)},
+        {"norm": np.ones(3, np.int32)},
+        {"bias": np.ones(3, np.float32)},
+    ):
+        with pytest.raises(ValueError, match="layer 1 does not stack onto the first"):
+            stack_layers([layer, other], num_layers=2)
 
 
 def random_params(config: ModelConfig, dtype: str) -> Any:

@@ -140,6 +140,46 @@ def test_donated_pages_are_updated_in_place_without_a_copy():
     assert [x.unsafe_buffer_pointer() for x in updated] == addresses
 
 
+def test_a_layer_of_a_stacked_cache_is_updated_in_place_and_the_others_stay():
+    case = Case(q_lens=(1, 20), kv_lens=(33, 20))
+    inputs = draw(case)
+    num_layers = 3
+
+    def layers_in_turn(q, k, v, pages, *indices):
+        outs = []
+        for layer in (2, 0):
+            out, pages = ragged_paged_attention(
+                q, k, v, pages, *indices, layer=layer, **case.kwargs
+            )
+            outs.append(out)
+        return outs, pages
+
+    pages = jnp.stack([inputs.kv_pages] * num_layers)
+    arguments = (*inputs[:3], pages, *inputs[4:])
+    compiled = jax.jit(layers_in_turn, donate_argnums=3).lower(*arguments).compile()
+    assert "copy(" not in compiled.as_text()
+    address = pages.unsafe_buffer_pointer()
+    outs, updated = compiled(*arguments)
+    assert updated.unsafe_buffer_pointer() == address
+    expected, expected_pages = run(ragged_paged_attention, case, inputs)
+    for out in outs:
+        np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(updated[0], expected_pages)
+    np.testing.assert_array_equal(updated[1], inputs.kv_pages)
+    np.testing.assert_array_equal(updated[2], expected_pages)
+
+
+def test_a_layer_outside_the_cache_is_refused_when_traced():
+    inputs = draw(Case(q_lens=(2,), kv_lens=(9,)))
+    with pytest.raises(ValueError, match="kv_pages must have 5 dimensions"):
+        ragged_paged_attention(*inputs, sm_scale=1.0, layer=0)
+    stacked = inputs._replace(kv_pages=inputs.kv_pages[None])
+    with pytest.raises(ValueError, match=r"layer must lie in \[0, 1\), got 1"):
+        ragged_paged_attention(*stacked, sm_scale=1.0, layer=1)
+    with pytest.raises(ValueError, match="kv_pages must have 4 dimensions"):
+        ragged_paged_attention(*stacked, sm_scale=1.0)
+
+
 def test_pages_that_are_not_donated_survive():
     case = Case(q_lens=(1,), kv_lens=(33,))
     inputs = draw(case)

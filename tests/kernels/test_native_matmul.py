@@ -1,5 +1,8 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -107,6 +110,26 @@ def test_the_packed_weights_are_not_copied_by_a_program():
     packed = matmul.pack(weight)
     compiled = jax.jit(lambda x, w: matmul.linear(x, w)).lower(x, packed).compile()
     assert "copy(" not in compiled.as_text()
+
+
+def test_a_layer_of_a_stack_has_the_bits_of_its_own_weight_and_nothing_is_copied():
+    x, _ = draw(8, 64, 96)
+    weights = np.random.default_rng(1).standard_normal((3, 96, 64)).astype(ml_dtypes.bfloat16)
+    alone = [matmul.pack(weight) for weight in weights]
+    stack = matmul.PackedWeight(np.stack([weight.groups for weight in alone]), 96)
+
+    def all_layers(x, stack):
+        return [matmul.linear(x, dataclasses.replace(stack, layer=layer)) for layer in range(3)]
+
+    compiled = jax.jit(all_layers).lower(x, stack).compile()
+    assert "copy(" not in compiled.as_text()
+    assert "slice(" not in compiled.as_text()
+    for out, weight in zip(compiled(x, stack), alone, strict=True):
+        np.testing.assert_array_equal(out, matmul.linear(x, weight))
+    with pytest.raises(ValueError, match=r"layer 3 of packed weights of shape \(3, "):
+        matmul.linear(x, dataclasses.replace(stack, layer=3))
+    with pytest.raises(ValueError, match=r"layer None of packed weights of shape \(3, "):
+        matmul.linear(x, stack)
 
 
 def test_misfits_are_refused():

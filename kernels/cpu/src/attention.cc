@@ -104,16 +104,20 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
                                   ffi::AnyBuffer v, ffi::AnyBuffer kv_pages,
                                   ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> page_indices,
                                   ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs,
-                                  float scale, int64_t window, ffi::Result<ffi::AnyBuffer> out,
+                                  float scale, int64_t window, int64_t layer, ffi::Result<ffi::AnyBuffer> out,
                                   ffi::Result<ffi::AnyBuffer> pages_out) {
   if (kv_pages.untyped_data() != pages_out->untyped_data()) {
     return ffi::Error::Internal("kv_pages was not aliased to its output");
   }
+  // [N, 2K, page, D] of one layer, or [L, N, 2K, page, D] of all.
+  const int64_t* page_shape = kv_pages.dimensions().end() - 4;
+  const int64_t num_layers = kv_pages.dimensions().size() == 5 ? kv_pages.dimensions()[0] : 1;
   AttentionArgs args;
   args.q = q.untyped_data();
   args.k = k.untyped_data();
   args.v = v.untyped_data();
-  args.pages = pages_out->untyped_data();
+  args.pages = static_cast<char*>(pages_out->untyped_data()) +
+               kv_pages.size_bytes() / static_cast<size_t>(num_layers) * static_cast<size_t>(layer);
   args.out = out->untyped_data();
   args.kv_lens = kv_lens.typed_data();
   args.page_indices = page_indices.typed_data();
@@ -122,7 +126,7 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   args.heads = q.dimensions()[1];
   args.kv_heads = k.dimensions()[1];
   args.head_dim = q.dimensions()[2];
-  args.page_size = kv_pages.dimensions()[2];
+  args.page_size = page_shape[2];
   args.pages_per_seq = page_indices.dimensions()[1];
   args.scale = scale * 1.44269504f;
   args.window = window;
@@ -134,7 +138,7 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
     return ffi::Error::InvalidArgument("num_seqs must lie in [0, " + std::to_string(kv_lens.element_count()) +
                                        "], got " + std::to_string(args.num_seqs));
   }
-  const std::string fault = find_fault(args, num_tokens, kv_pages.dimensions()[0]);
+  const std::string fault = find_fault(args, num_tokens, page_shape[0]);
   if (!fault.empty()) return ffi::Error::InvalidArgument(fault);
 
   const AttentionKernel& kernel = select_kernel();
@@ -176,6 +180,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_ragged_paged_attention, systole::ragged_pa
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("layer")
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());
 #pragma GCC visibility pop

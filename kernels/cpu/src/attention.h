@@ -14,7 +14,7 @@ struct AttentionArgs {
   const void* q;                // [T, H, D]
   const void* k;                // [T, K, D]
   const void* v;                // [T, K, D]
-  void* pages;                  // [N, 2K, page, D]
+  void* pages;                  // [N, 2K, page, D], of the layer
   void* out;                    // [T, H, D]
   const int32_t* kv_lens;       // [S]
   const int32_t* page_indices;  // [S, P]

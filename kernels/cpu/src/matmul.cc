@@ -54,15 +54,17 @@ thread_local PackedRows packed_rows;
 
 // Shapes and dtypes are checked by the Python wrapper when the program is traced.
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::BF16> w,
-                  ffi::Buffer<ffi::S32> num_rows, bool is_silu, ffi::Result<ffi::AnyBuffer> out) {
+                  ffi::Buffer<ffi::S32> num_rows, bool is_silu, int64_t layer,
+                  ffi::Result<ffi::AnyBuffer> out) {
   const MatmulKernel& kernel = select_kernel();
   const int64_t num_tokens = x.dimensions()[0];
+  const int64_t num_groups = w.dimensions()[w.dimensions().size() - 4];  // of one layer of [L, ...]
   MatmulArgs args;
+  args.num_inputs = x.dimensions()[1];
   args.x = x.untyped_data();
-  args.w = reinterpret_cast<const uint16_t*>(w.untyped_data());
+  args.w = reinterpret_cast<const uint16_t*>(w.untyped_data()) + layer * num_groups * kGroup * args.num_inputs;
   args.out = out->untyped_data();
   args.num_rows = num_rows.typed_data()[0];
-  args.num_inputs = x.dimensions()[1];
   args.num_outputs = out->dimensions()[1] * (is_silu ? 2 : 1);
   args.is_x_bf16 = x.element_type() == ffi::BF16;
   args.is_out_bf16 = out->element_type() == ffi::BF16;
@@ -82,7 +84,6 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::BF16>
 
   const int64_t num_blocks = ceil_div(args.num_rows, kernel.max_rows);
   const int64_t rows = ceil_div(args.num_rows, num_blocks);  // 16 rows are 8 + 8, not 12 + 4
-  const int64_t num_groups = w.dimensions()[0];
   const int64_t num_threads = std::min<int64_t>(std::max<int64_t>(pool.num_threads(), 1), num_groups);
   const int64_t run = std::clamp<int64_t>(num_groups / (num_threads * kChunksPerThread), 1, kMaxRun);
   const int64_t num_zero_chunks = ceil_div(zeros_end - zeros_begin, kZeroBytes);
@@ -116,5 +117,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_linear, systole::linear,
                                   .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Attr<bool>("is_silu")
+                                  .Attr<int64_t>("layer")
                                   .Ret<ffi::AnyBuffer>());
 #pragma GCC visibility pop

@@ -10,7 +10,7 @@ constexpr int kGroup = 32;  // outputs whose weights lie together: packed as [N 
 
 struct MatmulArgs {
   const void* x;          // [T, K]; only the rows in use are read
-  const uint16_t* w;      // packed bf16
+  const uint16_t* w;      // packed bf16, of the layer
   void* out;              // [T, N], or [T, N / 2] with silu
   float* packed_x;        // the rows in use, in blocks, each as [K][rows of the block]
   int64_t num_rows;       // in use, <= T

@@ -1,0 +1,80 @@
+"""The weights of all layers in one array of each kind, so that a program takes few arguments.
+
+Every argument of a program costs host time at each launch. A forward pass iterates over a stack as
+over a tuple of layers; knows no family. Invariant: no copy of a packed weight is made, since its
+kernel reads it inside the stack (a plain leaf becomes a slice, which XLA may copy).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from kernels.cpu.matmul import PackedGateUp, PackedWeight
+
+_ALIGNMENT = 64
+"""What XLA asks of host memory that it uses in place."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerStack:
+    """Layers of equal structure; iterate inside a traced function.
+
+    Attributes:
+        stack: a layer's tree with leaves [L, ...].
+        num_layers: L.
+    """
+
+    stack: Any
+    num_layers: int = dataclasses.field(metadata={"static": True})
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield each layer, as a tree of views."""
+        return (self._at(index) for index in range(self.num_layers))
+
+    def _at(self, index: int) -> Any:
+        def view(leaf: Any) -> Any:
+            if _is_packed(leaf):
+                return dataclasses.replace(leaf, layer=index)
+            return leaf[index]
+
+        return jax.tree.map(view, self.stack, is_leaf=_is_packed)
+
+
+def stack_layers(layers: Iterable[Any], *, num_layers: int) -> LayerStack:
+    """Stack layers on the host as they come: memory holds one of them beside the stack.
+
+    Raises:
+        ValueError: a layer differs from the first in structure, shapes or dtypes.
+    """
+    tree, stacks = None, []
+    for index, layer in enumerate(layers):
+        leaves, structure = jax.tree.flatten(layer)
+        if tree is None:
+            tree = structure
+            stacks = [_empty((num_layers, *leaf.shape), leaf.dtype) for leaf in leaves]
+        kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
+        if structure != tree or kinds != [(stack.shape[1:], stack.dtype) for stack in stacks]:
+            raise ValueError(f"layer {index} does not stack onto the first: {structure}, {kinds}")
+        for stack, leaf in zip(stacks, leaves, strict=True):
+            stack[index] = leaf
+    assert tree is not None
+    return LayerStack(tree.unflatten(jax.device_put(stacks)), num_layers)
+
+
+def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Allocate an array that XLA need not copy."""
+    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
+    offset = -memory.ctypes.data % _ALIGNMENT
+    return memory[offset : offset + num_bytes].view(dtype).reshape(shape)
+
+
+def _is_packed(leaf: object) -> bool:
+    return isinstance(leaf, PackedWeight | PackedGateUp)
