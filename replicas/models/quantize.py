@@ -8,15 +8,14 @@ resolution from all others. Embedding, norms and biases stay as they are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from kernels.cpu import int8_matmul
 from kernels.int8_reference import quantize_weight
 from replicas.config import ModelConfig
+from replicas.models.layer_stack import stack_layers
 from replicas.models.registry import get_family
 
 
@@ -28,19 +27,20 @@ def quantize_params(
     Args:
         params: as from `load_params`, on one device.
         config: the model's.
-        is_native: in the layout of the native kernel, else as `Int8Matrix`.
+        is_native: in the layout of the native kernel, layers as one `LayerStack`; else each weight
+            an `Int8Matrix`.
         rotates: False leaves the rotation out, to measure what it is worth.
     """
     rotation = None if rotates else 1
     prepare = get_family(config).prepare_params
     if not is_native:
-        return prepare(params, _on_device(functools.partial(quantize_weight, rotation=rotation)))
-    return prepare(
+        return jax.device_put(
+            prepare(params, functools.partial(quantize_weight, rotation=rotation))
+        )
+    prepared = prepare(
         params,
-        _on_device(functools.partial(int8_matmul.pack, rotation=rotation)),
-        _on_device(functools.partial(int8_matmul.pack_gate_up, rotation=rotation)),
+        functools.partial(int8_matmul.pack, rotation=rotation),
+        functools.partial(int8_matmul.pack_gate_up, rotation=rotation),
+        functools.partial(stack_layers, num_layers=config.num_layers),
     )
-
-
-def _on_device(quantize: Callable[[jax.Array], Any]) -> Callable[[jax.Array], Any]:
-    return lambda weight: jax.tree.map(jnp.asarray, quantize(weight))
+    return jax.device_put(prepared)
