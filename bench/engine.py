@@ -184,6 +184,22 @@ def measure(
     )
 
 
+def measure_shares(
+    engine: Engine[Any], args: argparse.Namespace, config: EngineConfig, concurrencies: list[int]
+) -> list[dict[str, Any]]:
+    """Measure and print the share of memory bandwidth that decode steps use."""
+    from bench.memory_share import measure_share
+
+    shares: list[dict[str, Any]] = []
+    for concurrency in concurrencies:
+        vocab_size = engine.model_info.vocab_size
+        requests = make_requests(args, concurrency, vocab_size, seed=10**6 + concurrency)
+        shares.append(asdict(measure_share(engine, requests, config)))
+        rounded = {k: round(v, 3) for k, v in shares[-1].items()}
+        print("memory:", json.dumps(rounded), flush=True)
+    return shares
+
+
 def show_progress(stage: str, done: int, total: int) -> None:
     """Name each stage once it is complete."""
     if done == total:
@@ -196,6 +212,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", default="models/smollm2-135m-instruct")
     parser.add_argument("--platform", default="cpu", choices=["auto", "cpu", "tpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--quantization", default="none", choices=["none", "int8"])
     parser.add_argument("--attention", default="auto", choices=["auto", "native", "reference"])
     parser.add_argument("--matmul", default="auto", choices=["auto", "native", "xla"])
     parser.add_argument("--concurrency", default="1,4,16,32")
@@ -230,25 +247,25 @@ def main() -> None:
         _write(args, {"host_path": rows})
         return
     concurrencies = [int(c) for c in args.concurrency.split(",")]
+    config = None
     if args.fake_step_ms is not None:
         engine = fake_engine(args.fake_step_ms / 1e3, max_num_seqs=max(concurrencies))
     else:
         from replicas.engine.startup import build_engine
 
-        engine = build_engine(
-            EngineConfig(
-                model=args.model,
-                platform=args.platform,
-                dtype=args.dtype,
-                attention=args.attention,
-                matmul=args.matmul,
-                max_model_len=args.max_model_len,
-                max_num_seqs=args.max_num_seqs,
-                max_mixed_tokens=max(64, args.max_num_seqs),
-                program_store=args.program_store,
-            ),
-            show_progress,
+        config = EngineConfig(
+            model=args.model,
+            platform=args.platform,
+            dtype=args.dtype,
+            quantization=args.quantization,
+            attention=args.attention,
+            matmul=args.matmul,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_mixed_tokens=max(64, args.max_num_seqs),
+            program_store=args.program_store,
         )
+        engine = build_engine(config, show_progress)
     vocab_size = engine.model_info.vocab_size
     measure(engine, make_requests(args, 2, vocab_size, seed=10**6), 2)
     results: list[Measurement] = []
@@ -264,6 +281,8 @@ def main() -> None:
         }
         print(json.dumps(rounded), flush=True)
     measured: dict[str, Any] = {"results": [asdict(r) for r in results]}
+    if config is not None:
+        measured["memory"] = measure_shares(engine, args, config, concurrencies)
     if args.spread:
         measured["spread"] = spread.measure(engine, num_steps=args.spread)
         print(json.dumps({"spread": measured["spread"]}), flush=True)

@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from kernels import reference
-from kernels.cpu import attention, library, matmul
+from kernels.cpu import attention, int8_matmul, library, matmul
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
 MATMULS = {"qkv": (960, 576), "out": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
@@ -132,15 +132,20 @@ def attention_step(
 
 
 def matmul_steps(num_rows: int) -> dict[str, Callable[[], Any]]:
-    """The matmuls of all layers, each over weights of its own: packed, and by XLA from [N, K]."""
+    """The matmuls of all layers, each over weights of its own: packed bf16, int8, XLA's [N, K]."""
     rng = np.random.default_rng(0)
     weights = {
         name: (rng.standard_normal(shape) * 0.05).astype(ml_dtypes.bfloat16)
         for name, shape in MATMULS.items()
     }
+    int8_weights = {name: int8_matmul.pack(weight) for name, weight in weights.items()}
     # Copies: each layer reads its weights from memory, as a model does.
     packed = [
         {name: jax.tree.map(jnp.array, matmul.pack(weight)) for name, weight in weights.items()}
+        for _ in range(LAYERS)
+    ]
+    quantized = [
+        {name: jax.tree.map(jnp.array, int8_weight) for name, int8_weight in int8_weights.items()}
         for _ in range(LAYERS)
     ]
     plain = [{name: jnp.array(weight) for name, weight in weights.items()} for _ in range(LAYERS)]
@@ -156,13 +161,19 @@ def matmul_steps(num_rows: int) -> dict[str, Callable[[], Any]]:
     def native_linear(x: jax.Array, weight: matmul.PackedWeight) -> jax.Array:
         return matmul.linear(x, weight, out_dtype=jnp.float32)
 
+    def int8_linear(x: jax.Array, weight: int8_matmul.Int8Weight) -> jax.Array:
+        return int8_matmul.linear(x, weight, out_dtype=jnp.float32)
+
     def chain(linear: Callable[..., jax.Array]) -> Callable[..., Any]:
         return jax.jit(
             lambda x, layers: [linear(x[name], layer[name]) for layer in layers for name in MATMULS]
         )
 
-    native, xla = chain(native_linear), chain(xla_linear)
-    contenders = {"native": lambda: native(inputs, packed)}
+    native, int8, xla = chain(native_linear), chain(int8_linear), chain(xla_linear)
+    contenders = {
+        "native": lambda: native(inputs, packed),
+        "int8": lambda: int8(inputs, quantized),
+    }
     if num_rows > 1:  # XLA's one-row dot takes some 200 ms: nothing to compare
         contenders["xla"] = lambda: xla(inputs, plain)
     return contenders
@@ -209,7 +220,7 @@ def bench_matmul(num_rounds: int) -> list[Measurement]:
                 summarise(
                     f"matmul {num_rows} rows, {contender}",
                     times,
-                    num_bytes=num_weights * 2,
+                    num_bytes=num_weights * (1 if contender == "int8" else 2),
                     num_flops=num_weights * 2 * num_rows,
                 )
             )

@@ -18,10 +18,11 @@ import numpy.typing as npt
 from kernels import reference
 from kernels.cpu import attention as native
 from kernels.cpu import library
-from replicas.config import ModelConfig
+from replicas.config import ModelConfig, Quantization
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages
 from replicas.models.packing import pack_params
+from replicas.models.quantize import quantize_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.weights import load_params
 
@@ -41,11 +42,22 @@ class PagedForward:
         path: Path,
         *,
         dtype: str,
+        quantization: Quantization = "none",
+        rotates: bool = True,
         chunk_size: int = 16,
         page_size: int = 16,
         max_len: int = 128,
     ) -> None:
         """Load a checkpoint directory.
+
+        Args:
+            path: config.json and safetensors.
+            dtype: of weights that are not quantised, activations and cache.
+            quantization: of the matmul weights and their inputs.
+            rotates: see `quantize_params`.
+            chunk_size: rows of a step.
+            page_size: tokens per page.
+            max_len: longest sequence, tokens.
 
         Raises:
             UnsupportedModelError: the family or an option is not built.
@@ -59,9 +71,14 @@ class PagedForward:
         self._num_pages = 1 + -(-max_len // page_size)
         self._step = jax.jit(self._run, donate_argnums=1)
         self._attention = reference.ragged_paged_attention
-        if jax.default_backend() == "cpu" and _has_native():
+        is_native = jax.default_backend() == "cpu" and _has_native()
+        if quantization == "int8":
+            self._params = quantize_params(
+                self._params, self.config, is_native=is_native, rotates=rotates
+            )
+        if is_native:
             self._attention = native.ragged_paged_attention
-            if self._dtype == jnp.bfloat16:
+            if self._dtype == jnp.bfloat16 and quantization == "none":
                 self._params = pack_params(self._params, self.config)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:

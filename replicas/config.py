@@ -14,6 +14,7 @@ from typing import Literal
 Platform = Literal["auto", "cpu", "tpu"]
 AttentionImpl = Literal["auto", "native", "reference"]
 MatmulImpl = Literal["auto", "native", "xla"]
+Quantization = Literal["none", "int8"]
 RopeKind = Literal["default", "linear", "llama3"]
 CompilerOption = bool | int | float | str
 
@@ -144,8 +145,10 @@ class EngineConfig:
             long prompt adds to running streams.
         enable_prefix_caching: keep full pages of finished sequences for reuse.
         attention: kernel choice; "auto" is native on CPU where a compiler was found.
+        quantization: "int8": matmul weights, the output head's included, become 8-bit integers at
+            load, and so do their inputs, row by row. Embedding, norms and cache keep `dtype`.
         matmul: kernel of the weights' matmuls; "auto" is native, with weights packed at load, for
-            bfloat16 on one CPU device where a compiler was found.
+            bfloat16 or int8 on one CPU device where a compiler was found.
         tensor_parallel: devices that one model is sharded over.
         program_store: directory of compiled programs, or None to compile at every start.
         xla_options: options of XLA's compiler for every program, by name without dashes; which
@@ -166,6 +169,7 @@ class EngineConfig:
     max_mixed_tokens: int = 64
     enable_prefix_caching: bool = True
     attention: AttentionImpl = "auto"
+    quantization: Quantization = "none"
     matmul: MatmulImpl = "auto"
     tensor_parallel: int = 1
     program_store: str | None = None
@@ -200,10 +204,16 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be >= 2, got {self.max_model_len}")
-        if self.matmul == "native" and (self.dtype != "bfloat16" or self.tensor_parallel != 1):
+        if self.tensor_parallel < 1:
+            raise ValueError(f"tensor_parallel must be >= 1, got {self.tensor_parallel}")
+        if self.matmul == "native" and not self.has_packable_weights:
             raise ValueError(
-                f"matmul 'native' needs dtype 'bfloat16' and tensor_parallel 1, got {self.dtype!r} "
-                f"and {self.tensor_parallel}"
+                "matmul 'native' needs tensor_parallel 1, and dtype 'bfloat16' or quantization "
+                f"'int8'; got {self.tensor_parallel}, {self.dtype!r} and {self.quantization!r}"
+            )
+        if self.quantization == "int8" and self.tensor_parallel != 1:
+            raise ValueError(
+                f"quantization 'int8' needs tensor_parallel 1, got {self.tensor_parallel}"
             )
         _check_options("xla_options", self.xla_options)
         _check_options("libtpu_options", self.libtpu_options)
@@ -211,8 +221,12 @@ class EngineConfig:
             raise ValueError(
                 f"libtpu_options need platform 'tpu', got {self.platform!r}: no other reads them"
             )
-        if self.tensor_parallel < 1:
-            raise ValueError(f"tensor_parallel must be >= 1, got {self.tensor_parallel}")
+
+    @property
+    def has_packable_weights(self) -> bool:
+        """Whether there is a native matmul for these weights."""
+        is_packable = self.dtype == "bfloat16" or self.quantization == "int8"
+        return is_packable and self.tensor_parallel == 1
 
 
 def _check_options(setting: str, options: Mapping[str, CompilerOption]) -> None:

@@ -46,10 +46,19 @@ _ISA_FLAGS = {
     "generic": (),
     "avx2": _AVX2_FLAGS,
     "avx512": _AVX512_FLAGS,
+    "avx512_vnni": (*_AVX512_FLAGS, "-mavx512vnni"),
 }
 _X86_64 = ("x86_64", "AMD64")
-_PER_ISA = ("attention_isa.cc", "matmul_isa.cc")
-_TARGETS = ("systole_linear", "systole_ragged_paged_attention")  # and their handlers' symbols
+_PER_ISA = {  # instruction sets that each is compiled for
+    "attention_isa.cc": ("generic", "avx2", "avx512"),
+    "matmul_isa.cc": ("generic", "avx2", "avx512"),
+    "int8_matmul_isa.cc": ("generic", "avx2", "avx512", "avx512_vnni"),
+}
+_TARGETS = (
+    "systole_int8_linear",
+    "systole_linear",
+    "systole_ragged_paged_attention",
+)  # and their handlers' symbols
 
 
 class NativeUnavailable(Exception):
@@ -109,7 +118,7 @@ def fingerprint() -> str:
 
 
 def instruction_set() -> str:
-    """Return the instruction set in use: "avx512", "avx2" or "generic"."""
+    """Return the instruction set in use: "avx512_vnni", "avx512", "avx2" or "generic"."""
     function = ctypes.CDLL(str(build())).systole_instruction_set
     function.restype = ctypes.c_char_p
     return function().decode()
@@ -157,7 +166,7 @@ def _isa_flags() -> dict[str, tuple[str, ...]]:
 
 def _cpu_features() -> str:
     """The features that choose between instruction sets, e.g. "x86_64 avx2 avx512f fma"."""
-    wanted = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    wanted = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
     flags: set[str] = set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -174,9 +183,10 @@ def _compile(compiler: str, out_dir: Path) -> Path:
     jobs: list[tuple[Path, tuple[str, ...]]] = []
     for source in sorted(_SOURCE_DIR.glob("*.cc")):
         if source.name in _PER_ISA:
-            for isa, flags in _isa_flags().items():
-                defines = (f"-DSYSTOLE_ISA={isa}", *flags)
-                jobs.append((out_dir / f"{source.stem}_{isa}.o", (*defines, "-c", str(source))))
+            for isa in _PER_ISA[source.name]:
+                if isa in _isa_flags():
+                    defines = (f"-DSYSTOLE_ISA={isa}", *_isa_flags()[isa])
+                    jobs.append((out_dir / f"{source.stem}_{isa}.o", (*defines, "-c", str(source))))
         else:
             include = ("-isystem", jax.ffi.include_dir())
             jobs.append((out_dir / f"{source.stem}.o", (*include, "-c", str(source))))

@@ -33,6 +33,7 @@ from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
 from replicas.models.kv_cache import abstract_kv_pages, allocate_kv_pages, bytes_per_page
 from replicas.models.packing import abstract_packed_params, pack_params
+from replicas.models.quantize import abstract_quantized_params, quantize_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
     kv_pages_sharding,
@@ -103,8 +104,8 @@ def resolve_config(
         attention = "native" if platform == "cpu" and has_native else "reference"
     matmul = config.matmul
     if matmul == "auto":
-        is_packable = config.dtype == "bfloat16" and config.tensor_parallel == 1
-        matmul = "native" if platform == "cpu" and has_native and is_packable else "xla"
+        is_native = platform == "cpu" and has_native and config.has_packable_weights
+        matmul = "native" if is_native else "xla"
     return dataclasses.replace(
         config,
         platform=platform,
@@ -231,7 +232,10 @@ def build_abstract_runner(plan: EnginePlan) -> ModelRunner:
         shardings=param_shardings(specs, plan.mesh) if is_sharded else None,
         num_shards=config.tensor_parallel,
     )
-    if config.matmul == "native":
+    if config.quantization == "int8":
+        is_native = config.matmul == "native"
+        params = abstract_quantized_params(params, model_config, is_native=is_native)
+    elif config.matmul == "native":
         params = abstract_packed_params(params, model_config)
     kv_pages = abstract_kv_pages(
         model_config,
@@ -260,7 +264,9 @@ def _build_runner(plan: EnginePlan, report: ProgressFn) -> ModelRunner:
         num_shards=config.tensor_parallel,
         progress=lambda done, total: report("weights", done, total),
     )
-    if config.matmul == "native":
+    if config.quantization == "int8":
+        params = quantize_params(params, model_config, is_native=config.matmul == "native")
+    elif config.matmul == "native":
         params = pack_params(params, model_config)
     kv_pages = allocate_kv_pages(
         model_config,

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
 from kernels.cpu.matmul import PackedGateUp, PackedWeight
 
 _ALIGNMENT = 64
@@ -86,4 +87,4 @@ def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def _is_packed(leaf: object) -> bool:
-    return isinstance(leaf, PackedWeight | PackedGateUp)
+    return isinstance(leaf, PackedWeight | PackedGateUp | Int8Weight | Int8GateUp)

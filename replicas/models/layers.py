@@ -15,8 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kernels.cpu import matmul
+from kernels import int8_reference
+from kernels.cpu import int8_matmul, matmul
+from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
 from kernels.cpu.matmul import PackedGateUp, PackedWeight
+from kernels.int8_reference import Int8Matrix
 from replicas.config import RopeConfig
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 def linear(
     x: Float[Array, "T K"],
-    weight: Float[Array, "N K"] | PackedWeight,
+    weight: Float[Array, "N K"] | PackedWeight | Int8Weight | Int8Matrix,
     num_rows: Int32[Array, " 1"],
 ) -> Float32[Array, "T N"]:
     """Project rows by a weight stored [out, in], accumulating in f32.
@@ -35,6 +38,10 @@ def linear(
     """
     if isinstance(weight, PackedWeight):
         return matmul.linear(x, weight, num_rows, out_dtype=jnp.float32)
+    if isinstance(weight, Int8Weight):
+        return int8_matmul.linear(x, weight, num_rows, out_dtype=jnp.float32)
+    if isinstance(weight, Int8Matrix):
+        return int8_reference.int8_linear(x, weight)
     return _dot(x, weight)
 
 
@@ -97,13 +104,20 @@ def add_bias(x: Float32[Array, "T N"], bias: Float[Array, " N"] | None) -> Float
 
 def gated_linear(
     x: Float[Array, "T K"],
-    gate_up: Float[Array, "2F K"] | PackedWeight | PackedGateUp,
+    gate_up: Float[Array, "2F K"]
+    | PackedWeight
+    | PackedGateUp
+    | Int8Weight
+    | Int8GateUp
+    | Int8Matrix,
     bias: Float[Array, " 2F"] | None,
     num_rows: Int32[Array, " 1"],
 ) -> Float32[Array, "T F"]:
     """Return silu(gate) * up of a fused projection, by one kernel where it was packed so."""
     if isinstance(gate_up, PackedGateUp):
         return matmul.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
+    if isinstance(gate_up, Int8GateUp):
+        return int8_matmul.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
     return silu_gate(add_bias(linear(x, gate_up, num_rows), bias))
 
 

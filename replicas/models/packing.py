@@ -29,11 +29,11 @@ def abstract_packed_params(params: Any, config: ModelConfig) -> Any:
     """Return what `pack_params` would make of abstract weights; packs one of each shape."""
     stack = functools.partial(abstract_stack, num_layers=config.num_layers)
     prepare = get_family(config).prepare_params
-    return prepare(params, _abstract(pack), _abstract(pack_gate_up), stack)
+    return prepare(params, on_shapes(pack), on_shapes(pack_gate_up), stack)
 
 
-def _abstract(pack_weight: Callable[[np.ndarray], Any]) -> Callable[[jax.ShapeDtypeStruct], Any]:
-    """Return `pack_weight` from shapes to shapes."""
+def on_shapes(pack_weight: Callable[[np.ndarray], Any]) -> Callable[[jax.ShapeDtypeStruct], Any]:
+    """Return `pack_weight` from shapes to shapes; it packs zeros, once for each shape."""
 
     @functools.cache
     def pack_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Any:

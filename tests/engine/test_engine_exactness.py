@@ -146,6 +146,19 @@ def test_preempted_sequences_give_the_tokens_of_a_request_alone(
     assert engine.load().num_preemptions > 0
 
 
+def test_int8_gives_the_tokens_of_a_request_alone_in_chunks_and_after_preemption() -> None:
+    fields = {"dtype": "bfloat16", "quantization": "int8", "attention": "native"}
+    engine = build(**fields)
+    alone: Outputs = {}
+    for key, prompt in prompts("llama").items():
+        engine.add(make_request(key, prompt, NUM_TOKENS, ignore_eos=True))
+        alone[key] = output(run(engine)[key])
+    assert generate(engine) == alone
+    cramped = build(**fields, max_num_batched_tokens=16, num_pages=1 + 14, page_size=8)
+    assert generate(cramped) == alone
+    assert cramped.load().num_preemptions > 0
+
+
 def test_seeds_give_different_and_reproducible_samples() -> None:
     engine = build(attention="native")
 

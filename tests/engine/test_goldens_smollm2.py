@@ -10,6 +10,7 @@ import pytest
 
 from bench.golden import count_equal, generate_greedy
 from bench.paged_forward import PagedForward
+from replicas.config import Quantization
 
 
 @dataclass(frozen=True)
@@ -68,18 +69,23 @@ def test_the_engine_continues_like_the_reference(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "min_agreement", "max_divergence"),
-    [("float32", 1.0, 1e-4), ("bfloat16", 0.97, 0.003)],
+    ("dtype", "quantization", "min_agreement", "max_divergence"),
+    [
+        ("float32", "none", 1.0, 1e-4),
+        ("bfloat16", "none", 0.97, 0.003),
+        ("bfloat16", "int8", 0.95, 0.015),
+    ],
 )
 def test_teacher_forced_distributions_stay_close(
     golden_dir: Path,
     smollm2_dir: Path,
     dtype: str,
+    quantization: Quantization,
     min_agreement: float,
     max_divergence: float,
 ) -> None:
     references = continuations(golden_dir / "smollm2_135m.json")
-    model = PagedForward(smollm2_dir, dtype=dtype, chunk_size=32)
+    model = PagedForward(smollm2_dir, dtype=dtype, quantization=quantization, chunk_size=32)
     agreements: list[np.ndarray] = []
     divergences: list[np.ndarray] = []
     for reference in references:

@@ -80,8 +80,13 @@ def test_an_engine_starts_from_what_build_made_without_weights(
 
 @pytest.mark.parametrize(
     "engine",
-    [{"dtype": "bfloat16", "matmul": "native", "attention": "native"}, {"tensor_parallel": 2}],
-    ids=["packed", "sharded"],
+    [
+        {"dtype": "bfloat16", "matmul": "native", "attention": "native"},
+        {"quantization": "int8", "attention": "native"},
+        {"quantization": "int8", "matmul": "xla"},
+        {"tensor_parallel": 2},
+    ],
+    ids=["packed", "int8", "int8_xla", "sharded"],
 )
 def test_abstract_weights_lower_to_the_programs_of_real_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: dict[str, Any]

@@ -4,7 +4,8 @@
 
 namespace systole {
 
-enum class InstructionSet { kGeneric, kAvx2, kAvx512 };
+// Each includes the ones before it. AVX-512 is F, BW, DQ and VL; VNNI multiplies bytes.
+enum class InstructionSet { kGeneric, kAvx2, kAvx512, kAvx512Vnni };
 
 // The best that this machine runs, unless systole_use_instruction_set chose a lesser one.
 InstructionSet instruction_set();

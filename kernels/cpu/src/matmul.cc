@@ -1,15 +1,11 @@
-// The FFI target of the packed matmul: splits the rows in use into equal blocks and the
-// outputs over threads.
+// The FFI target of the packed bf16 matmul.
 
 #include "matmul.h"
 
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <string>
 
 #include "cpu.h"
-#include "team.h"
+#include "matmul_schedule.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -17,15 +13,10 @@ namespace ffi = xla::ffi;
 namespace systole {
 namespace {
 
-constexpr int64_t kChunksPerThread = 8;  // at least where there are as many groups, for balance
-constexpr int64_t kMaxRun = 16;          // groups per chunk
-constexpr int64_t kZeroBytes = 1 << 16;  // of padding rows zeroed per chunk
-
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 const MatmulKernel& select_kernel() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
+    case InstructionSet::kAvx512Vnni:
     case InstructionSet::kAvx512: return avx512::kMatmul;
     case InstructionSet::kAvx2: return avx2::kMatmul;
     case InstructionSet::kGeneric: break;
@@ -34,22 +25,7 @@ const MatmulKernel& select_kernel() {
   return generic::kMatmul;
 }
 
-// The caller's packed rows, grown as needed and kept for the next call.
-struct PackedRows {
-  float* data = nullptr;
-  int64_t size = 0;
-  ~PackedRows() { std::free(data); }
-  float* reserve(int64_t count) {
-    if (count > size) {
-      std::free(data);
-      size = (count + 15) / 16 * 16;
-      data = static_cast<float*>(std::aligned_alloc(64, static_cast<size_t>(size) * sizeof(float)));
-      if (data == nullptr) std::abort();
-    }
-    return data;
-  }
-};
-thread_local PackedRows packed_rows;
+thread_local Scratch packed_rows;  // of the caller
 
 // Shapes and dtypes are checked by the Python wrapper when the program is traced.
 ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::BF16> w,
@@ -72,35 +48,20 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::BF16>
     return ffi::Error::InvalidArgument("num_rows must lie in [0, " + std::to_string(num_tokens) + "], got " +
                                        std::to_string(args.num_rows));
   }
-  // Padding rows are zeros: cheap, and whatever reads them stays finite.
-  const int64_t row_bytes = out->dimensions()[1] * (args.is_out_bf16 ? 2 : 4);
-  const int64_t zeros_begin = args.num_rows * row_bytes, zeros_end = num_tokens * row_bytes;
-  if (args.num_rows == 0) {
-    std::memset(args.out, 0, static_cast<size_t>(zeros_end));
-    return ffi::Error::Success();
-  }
-  args.packed_x = packed_rows.reserve(args.num_rows * args.num_inputs);
+  args.packed_x = packed_rows.reserve<float>(args.num_rows * args.num_inputs);
 
-  const int64_t num_blocks = ceil_div(args.num_rows, kernel.max_rows);
-  const int64_t rows = ceil_div(args.num_rows, num_blocks);  // 16 rows are 8 + 8, not 12 + 4
-  const int64_t num_threads = std::min<int64_t>(std::max<int64_t>(pool.num_threads(), 1), num_groups);
-  const int64_t run = std::clamp<int64_t>(num_groups / (num_threads * kChunksPerThread), 1, kMaxRun);
-  const int64_t num_zero_chunks = ceil_div(zeros_end - zeros_begin, kZeroBytes);
-  run_stages(
-      pool, num_threads - 1, static_cast<int32_t>(ceil_div(args.num_rows, rows)),
-      [&args, &kernel, rows](int32_t i) {
-        kernel.pack_rows(args, i * rows, std::min((i + 1) * rows, args.num_rows));
-      },
-      static_cast<int32_t>(num_zero_chunks + ceil_div(num_groups, run)),
-      [&args, &kernel, rows, run, num_groups, num_zero_chunks, zeros_begin, zeros_end](int32_t i) {
-        if (i < num_zero_chunks) {
-          const int64_t begin = zeros_begin + i * kZeroBytes;
-          std::memset(static_cast<char*>(args.out) + begin, 0,
-                      static_cast<size_t>(std::min(kZeroBytes, zeros_end - begin)));
-          return;
-        }
-        const int64_t begin = (i - num_zero_chunks) * run;
-        kernel.multiply(args, rows, begin, std::min(begin + run, num_groups));
+  const MatmulSize size = {
+      .num_tokens = num_tokens,
+      .num_rows = args.num_rows,
+      .max_rows = kernel.max_rows,
+      .num_groups = num_groups,
+      .row_bytes = out->dimensions()[1] * (args.is_out_bf16 ? 2 : 4),
+  };
+  run_matmul(
+      pool, size, args.out,
+      [&args, &kernel](int64_t begin, int64_t end) { kernel.pack_rows(args, begin, end); },
+      [&args, &kernel](int64_t rows, int64_t begin, int64_t end) {
+        kernel.multiply(args, rows, begin, end);
       });
   return ffi::Error::Success();
 }

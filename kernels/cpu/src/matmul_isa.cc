@@ -53,22 +53,6 @@ void pack_rows(const MatmulArgs& args, int64_t begin, int64_t end) {
   }
 }
 
-SYSTOLE_INLINE F32 silu(F32 x) {
-  // With e = exp(-|x|) <= 1: x * (x >= 0 ? 1 : e) / (1 + e).
-  const F32 minus_abs = as_f32(or_u32(as_u32(x), broadcast_u32(0x80000000u)));
-  const F32 e = exp2_nonpositive(minus_abs * broadcast(1.44269504f));
-  return x * select_negative(x, e, broadcast(1.0f)) / (broadcast(1.0f) + e);
-}
-
-template <typename Out>
-SYSTOLE_INLINE void store_out(Out* p, F32 x, int n) {
-  if constexpr (sizeof(Out) == 2) {
-    store_halves(p, round_to_bf16(x), n);
-  } else {
-    store_f32(p, x, n);
-  }
-}
-
 template <int R, typename Out>
 SYSTOLE_INLINE void store_block(const MatmulArgs& args, int64_t row, int64_t group, F32 acc[R][kVectors]) {
   Out* out = static_cast<Out*>(args.out);

@@ -41,6 +41,22 @@ SYSTOLE_INLINE U32 shift_right(U32 x, int n) { return _mm512_srli_epi32(x, n); }
 SYSTOLE_INLINE U32 add_u32(U32 a, U32 b) { return _mm512_add_epi32(a, b); }
 SYSTOLE_INLINE U32 and_u32(U32 a, U32 b) { return _mm512_and_si512(a, b); }
 SYSTOLE_INLINE U32 or_u32(U32 a, U32 b) { return _mm512_or_si512(a, b); }
+SYSTOLE_INLINE U32 max_u32(U32 a, U32 b) { return _mm512_max_epu32(a, b); }
+SYSTOLE_INLINE F32 to_f32(U32 x) { return _mm512_cvtepi32_ps(x); }  // of signed integers
+// Per lane, the sum of the products of two signed 16-bit integers.
+SYSTOLE_INLINE U32 dot2(U32 a, U32 b) { return _mm512_madd_epi16(a, b); }
+#if defined(__AVX512VNNI__)
+// acc plus, per lane, the sum of the products of a's four unsigned and b's four signed bytes. Not by
+// intrinsic: GCC 12 then keeps only some of the accumulators of a loop in registers.
+SYSTOLE_INLINE U32 add_dot4(U32 acc, U32 a, U32 b) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+}
+#endif
+// The low byte of every lane.
+SYSTOLE_INLINE void store_low_bytes(uint8_t* p, U32 x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+}
 // Lane i of x where lo <= i < hi, of y elsewhere.
 SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
   const U32 lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -140,6 +156,16 @@ SYSTOLE_INLINE U32 shift_right(U32 x, int n) { return _mm256_srli_epi32(x, n); }
 SYSTOLE_INLINE U32 add_u32(U32 a, U32 b) { return _mm256_add_epi32(a, b); }
 SYSTOLE_INLINE U32 and_u32(U32 a, U32 b) { return _mm256_and_si256(a, b); }
 SYSTOLE_INLINE U32 or_u32(U32 a, U32 b) { return _mm256_or_si256(a, b); }
+SYSTOLE_INLINE U32 max_u32(U32 a, U32 b) { return _mm256_max_epu32(a, b); }
+SYSTOLE_INLINE F32 to_f32(U32 x) { return _mm256_cvtepi32_ps(x); }
+SYSTOLE_INLINE U32 dot2(U32 a, U32 b) { return _mm256_madd_epi16(a, b); }
+SYSTOLE_INLINE void store_low_bytes(uint8_t* p, U32 x) {
+  const U32 first = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                     0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const U32 words = _mm256_shuffle_epi8(x, first);
+  const int part[2] = {_mm256_extract_epi32(words, 0), _mm256_extract_epi32(words, 4)};
+  std::memcpy(p, part, sizeof part);
+}
 SYSTOLE_INLINE __m256i lanes_between(int lo, int hi) {
   const U32 lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32(lo), lane),
@@ -193,6 +219,7 @@ SYSTOLE_INLINE void transpose(U32 x[kLanes]) {
 constexpr int kLanes = 4;
 typedef float F32 __attribute__((vector_size(16)));
 typedef uint32_t U32 __attribute__((vector_size(16)));
+typedef int32_t I32 __attribute__((vector_size(16)));
 
 SYSTOLE_INLINE F32 broadcast(float x) { return F32{x, x, x, x}; }
 SYSTOLE_INLINE U32 broadcast_u32(uint32_t x) { return U32{x, x, x, x}; }
@@ -222,6 +249,14 @@ SYSTOLE_INLINE U32 shift_right(U32 x, int n) { return x >> n; }
 SYSTOLE_INLINE U32 add_u32(U32 a, U32 b) { return a + b; }
 SYSTOLE_INLINE U32 and_u32(U32 a, U32 b) { return a & b; }
 SYSTOLE_INLINE U32 or_u32(U32 a, U32 b) { return a | b; }
+SYSTOLE_INLINE U32 max_u32(U32 a, U32 b) { return a > b ? a : b; }
+SYSTOLE_INLINE F32 to_f32(U32 x) { return __builtin_convertvector((I32)x, F32); }
+SYSTOLE_INLINE U32 dot2(U32 a, U32 b) {
+  return (U32)(((I32)(a << 16) >> 16) * ((I32)(b << 16) >> 16) + ((I32)a >> 16) * ((I32)b >> 16));
+}
+SYSTOLE_INLINE void store_low_bytes(uint8_t* p, U32 x) {
+  SYSTOLE_UNROLL for (int i = 0; i < 4; ++i) p[i] = static_cast<uint8_t>(x[i]);
+}
 SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
   SYSTOLE_UNROLL for (int i = 0; i < 4; ++i) {
     if (i >= lo && i < hi) y[i] = x[i];
@@ -296,6 +331,23 @@ SYSTOLE_INLINE F32 exp2_nonpositive(F32 x) {
   p = fma(p, f, broadcast(1.0f));
   // The low bits of `shifted` are the integer; the bits above leave at the top of the shift.
   return as_f32(add_u32(shift_left(as_u32(shifted), 23), as_u32(p)));
+}
+
+SYSTOLE_INLINE F32 silu(F32 x) {
+  // With e = exp(-|x|) <= 1: x * (x >= 0 ? 1 : e) / (1 + e).
+  const F32 minus_abs = as_f32(or_u32(as_u32(x), broadcast_u32(0x80000000u)));
+  const F32 e = exp2_nonpositive(minus_abs * broadcast(1.44269504f));
+  return x * select_negative(x, e, broadcast(1.0f)) / (broadcast(1.0f) + e);
+}
+
+// The first n lanes as f32, or rounded to bf16 where Out has two bytes.
+template <typename Out>
+SYSTOLE_INLINE void store_out(Out* p, F32 x, int n) {
+  if constexpr (sizeof(Out) == 2) {
+    store_halves(p, round_to_bf16(x), n);
+  } else {
+    store_f32(p, x, n);
+  }
 }
 
 }  // namespace

@@ -1,0 +1,207 @@
+"""Matmul of few rows by int8 weights that were quantised and packed once, at load.
+
+Owns the packed layout and the traced wrappers of the C++ kernel; what it computes is that of
+`kernels.int8_reference`, bit by bit. Rows are rotated and quantised inside the call. Time follows
+the rows in use, which are data, and not the padded shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kernels.cpu import library
+from kernels.int8_reference import quantize_weight
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+_GROUP = 32  # outputs whose weights lie together; as kInt8Group in src/int8_matmul.h
+_WORD = 4  # inputs whose weights lie together
+_OFFSET = 128  # stored bytes are unsigned: the weight plus this
+_FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Int8Weight:
+    """A weight [N, K] in the order in which `linear` reads it.
+
+    Attributes:
+        groups: u8 [ceil(N / 32), ceil(K / 4), 32, 4] or [L, ...]: the weight plus 128.
+        scales: f32 [ceil(N / 32), 32] or [L, ...], zeros past N.
+        num_outputs: N.
+        num_inputs: K.
+        rotation: size of the Hadamard matrix that inputs are multiplied by.
+        layer: which of L layers this is; None for a weight by itself, or for a whole stack.
+    """
+
+    groups: jax.Array | np.ndarray
+    scales: jax.Array | np.ndarray
+    num_outputs: int = dataclasses.field(metadata={"static": True})
+    num_inputs: int = dataclasses.field(metadata={"static": True})
+    rotation: int = dataclasses.field(metadata={"static": True})
+    layer: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, slots=True)
+class Int8GateUp:
+    """The gate and up weights [F, K] of a gated MLP, in the order `linear_silu` reads them.
+
+    Attributes:
+        groups: u8 [ceil(F / 16), ceil(K / 4), 32, 4] or [L, ...]; the 32 are 16 gates, 16 ups.
+        scales: f32 [ceil(F / 16), 32] or [L, ...], zeros past F.
+        num_outputs: F.
+        num_inputs: K.
+        rotation: size of the Hadamard matrix that inputs are multiplied by.
+        layer: as in `Int8Weight`.
+    """
+
+    groups: jax.Array | np.ndarray
+    scales: jax.Array | np.ndarray
+    num_outputs: int = dataclasses.field(metadata={"static": True})
+    num_inputs: int = dataclasses.field(metadata={"static": True})
+    rotation: int = dataclasses.field(metadata={"static": True})
+    layer: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+def pack(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8Weight:
+    """Quantise and pack a weight [N, K] on the host.
+
+    Args:
+        weight: any float dtype.
+        rotation: size of the Hadamard matrix, a power of two that divides K; 1 for none, None for
+            the largest.
+
+    Raises:
+        ValueError: the weight is no matrix, K exceeds 2^16, or the rotation does not fit it.
+    """
+    matrix = quantize_weight(weight, rotation=rotation)
+    num_outputs, num_inputs = matrix.values.shape
+    values, scales = np.asarray(matrix.values), np.asarray(matrix.scales)
+    size = -(-num_outputs // _GROUP) * _GROUP
+    groups, packed_scales = _arrange(values[None], scales[None], size)
+    return Int8Weight(groups, packed_scales, num_outputs, num_inputs, matrix.rotation)
+
+
+def pack_gate_up(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8GateUp:
+    """Quantise and pack a weight [2F, K] of F gates before F ups, on the host.
+
+    Raises:
+        ValueError: as for `pack`, or its outputs are odd in number.
+    """
+    matrix = quantize_weight(weight, rotation=rotation)
+    num_outputs, num_inputs = matrix.values.shape
+    if num_outputs % 2:
+        raise ValueError(f"gate and up must have as many outputs, got {num_outputs} in all")
+    half, width = _GROUP // 2, num_outputs // 2
+    groups, scales = _arrange(
+        np.asarray(matrix.values).reshape(2, width, num_inputs),
+        np.asarray(matrix.scales).reshape(2, width),
+        -(-width // half) * half,
+    )
+    return Int8GateUp(groups, scales, width, num_inputs, matrix.rotation)
+
+
+def linear(
+    x: jax.Array,
+    weight: Int8Weight,
+    num_rows: jax.Array | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Return x @ weight.T, [T, N].
+
+    Args:
+        x: bf16 or f32 [T, K].
+        weight: as packed by `pack`.
+        num_rows: i32 [1] in [0, T], the first rows of x that are in use; None for all. The others
+            are not read, and come out as zeros.
+        out_dtype: bf16 or f32; None for x's.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype is not supported.
+        kernels.cpu.library.NativeUnavailable: the kernels cannot be built here.
+        jax.errors.JaxRuntimeError: at run time, `num_rows` outside [0, T].
+    """
+    return _call(x, weight, num_rows, out_dtype=out_dtype, is_silu=False)
+
+
+def linear_silu(
+    x: jax.Array,
+    weight: Int8GateUp,
+    num_rows: jax.Array | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """Return silu(x @ gate.T) * (x @ up.T), [T, F]; SiLU and the product are f32.
+
+    Arguments and errors as for `linear`.
+    """
+    return _call(x, weight, num_rows, out_dtype=out_dtype, is_silu=True)
+
+
+def _arrange(values: np.ndarray, scales: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Order int8 [B, n, K] and f32 [B, n], padded to `size` outputs, as groups of 32 / B from each.
+
+    Returns:
+        u8 [B * size / 32, ceil(K / 4), 32, 4] and f32 [B * size / 32, 32].
+    """
+    num_parts, num_outputs, num_inputs = values.shape
+    num_words = -(-num_inputs // _WORD)
+    part = _GROUP // num_parts
+    padded = np.full((num_parts, size, num_words * _WORD), _OFFSET, np.uint8)
+    # Modulo 256, flipping the sign bit adds 128.
+    padded[:, :num_outputs, :num_inputs] = values.view(np.uint8) ^ np.uint8(_OFFSET)
+    padded = padded.reshape(num_parts, -1, part, num_words, _WORD)
+    groups = np.ascontiguousarray(padded.transpose(1, 3, 0, 2, 4))
+    padded_scales = np.zeros((num_parts, size), np.float32)
+    padded_scales[:, :num_outputs] = scales
+    packed_scales = padded_scales.reshape(num_parts, -1, part).swapaxes(0, 1)
+    return (
+        groups.reshape(-1, num_words, _GROUP, _WORD),
+        np.ascontiguousarray(packed_scales).reshape(-1, _GROUP),
+    )
+
+
+def _call(
+    x: jax.Array,
+    weight: Int8Weight | Int8GateUp,
+    num_rows: jax.Array | None,
+    *,
+    out_dtype: DTypeLike | None,
+    is_silu: bool,
+) -> jax.Array:
+    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    for name, value in (("x", x.dtype), ("the output", dtype)):
+        if value not in _FLOATS:
+            raise TypeError(f"{name} must be bfloat16 or float32, got {value}")
+    if x.ndim != 2 or x.shape[1] != weight.num_inputs:
+        raise ValueError(
+            f"packed weights of K = {weight.num_inputs} inputs need x [T, K], got {x.shape}"
+        )
+    if weight.groups.ndim != (4 if weight.layer is None else 5):
+        raise ValueError(f"layer {weight.layer} of packed weights of shape {weight.groups.shape}")
+    if num_rows is None:
+        num_rows = jnp.full(1, x.shape[0], jnp.int32)
+    if num_rows.dtype != jnp.int32:
+        raise TypeError(f"num_rows must be int32, got {num_rows.dtype}")
+    if num_rows.shape != (1,):
+        raise ValueError(f"num_rows must be [1], got shape {num_rows.shape}")
+    library.load()
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.num_outputs), dtype)
+    return jax.ffi.ffi_call("systole_int8_linear", result)(
+        x,
+        weight.groups,
+        weight.scales,
+        num_rows,
+        layer=np.int64(weight.layer or 0),
+        rotation=np.int64(weight.rotation),
+        is_silu=is_silu,
+    )

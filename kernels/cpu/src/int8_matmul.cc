@@ -1,0 +1,96 @@
+// The FFI target of the int8 matmul.
+
+#include "int8_matmul.h"
+
+#include <string>
+
+#include "cpu.h"
+#include "matmul_schedule.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace systole {
+namespace {
+
+const Int8MatmulKernel& select_kernel() {
+#if defined(__x86_64__)
+  switch (instruction_set()) {
+    case InstructionSet::kAvx512Vnni: return avx512_vnni::kInt8Matmul;
+    case InstructionSet::kAvx512: return avx512::kInt8Matmul;
+    case InstructionSet::kAvx2: return avx2::kInt8Matmul;
+    case InstructionSet::kGeneric: break;
+  }
+#endif
+  return generic::kInt8Matmul;
+}
+
+struct PackedRows {
+  Scratch words, scales, starts;
+};
+thread_local PackedRows packed_rows;  // of the caller
+thread_local Scratch row_floats;      // of each thread
+
+// Shapes and dtypes are checked by the Python wrapper when the program is traced.
+ffi::Error int8_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::U8> w,
+                       ffi::Buffer<ffi::F32> w_scale, ffi::Buffer<ffi::S32> num_rows, int64_t layer,
+                       int64_t rotation, bool is_silu, ffi::Result<ffi::AnyBuffer> out) {
+  const Int8MatmulKernel& kernel = select_kernel();
+  const int64_t num_tokens = x.dimensions()[0];
+  const int64_t num_groups = w.dimensions()[w.dimensions().size() - 4];  // of one layer of [L, ...]
+  Int8MatmulArgs args;
+  args.num_rows = num_rows.typed_data()[0];
+  if (args.num_rows < 0 || args.num_rows > num_tokens) {
+    return ffi::Error::InvalidArgument("num_rows must lie in [0, " + std::to_string(num_tokens) + "], got " +
+                                       std::to_string(args.num_rows));
+  }
+  args.x = x.untyped_data();
+  args.out = out->untyped_data();
+  args.num_inputs = x.dimensions()[1];
+  args.num_outputs = out->dimensions()[1] * (is_silu ? 2 : 1);
+  args.rotation = rotation;
+  args.is_x_bf16 = x.element_type() == ffi::BF16;
+  args.is_out_bf16 = out->element_type() == ffi::BF16;
+  args.is_silu = is_silu;
+  const int64_t num_packed_outputs = num_groups * kInt8Group;
+  args.w = static_cast<const uint32_t*>(w.untyped_data()) + layer * num_packed_outputs * args.num_words();
+  args.w_scale = w_scale.typed_data() + layer * num_packed_outputs;
+  args.packed_x =
+      packed_rows.words.reserve<uint32_t>(args.num_rows * args.num_words() * kernel.words_per_word);
+  args.x_scale = packed_rows.scales.reserve<float>(args.num_rows);
+  args.x_start = packed_rows.starts.reserve<int32_t>(args.num_rows);
+
+  const MatmulSize size = {
+      .num_tokens = num_tokens,
+      .num_rows = args.num_rows,
+      .max_rows = kernel.max_rows,
+      .num_groups = num_groups,
+      .row_bytes = out->dimensions()[1] * (args.is_out_bf16 ? 2 : 4),
+  };
+  run_matmul(
+      pool, size, args.out,
+      [&args, &kernel](int64_t begin, int64_t end) {
+        kernel.pack_rows(args, row_floats.reserve<float>(args.num_inputs + 16), begin, end);
+      },
+      [&args, &kernel](int64_t rows, int64_t begin, int64_t end) {
+        kernel.multiply(args, rows, begin, end);
+      });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace systole
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_int8_linear, systole::int8_linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Attr<int64_t>("layer")
+                                  .Attr<int64_t>("rotation")
+                                  .Attr<bool>("is_silu")
+                                  .Ret<ffi::AnyBuffer>());
+#pragma GCC visibility pop

@@ -1,0 +1,67 @@
+"""Int8 weights: what becomes of a parameter tree, and how far the logits move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench import paged_forward
+from bench.paged_forward import PagedForward
+from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
+from replicas.config import EngineConfig
+from replicas.models.quantize import quantize_params
+from replicas.models.registry import load_model_config
+from replicas.models.weights import load_params
+from tests.checkpoints import write_checkpoint
+from tests.naive import NaiveLlama
+
+jax.config.update("jax_platforms", "cpu")
+
+PROMPT = np.random.default_rng(3).integers(3, 128, 40).tolist()
+
+
+@pytest.mark.parametrize("has_native", [True, False], ids=["native", "jnp"])
+@pytest.mark.parametrize(
+    "overrides",
+    [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}],
+    ids=["tied", "biases"],
+)
+def test_int8_logits_stay_close_to_the_naive_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: dict[str, Any], has_native: bool
+) -> None:
+    monkeypatch.setattr(paged_forward, "_has_native", lambda: has_native)
+    path = write_checkpoint(tmp_path, overrides)
+    expected = NaiveLlama(path).logits(PROMPT)
+    logits = PagedForward(path, dtype="float32", quantization="int8", page_size=8).logits(PROMPT)
+    error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+    assert 1e-4 < error < 0.03
+
+
+def test_embedding_norms_and_biases_stay_as_they_are(tmp_path: Path) -> None:
+    overrides = {"tie_word_embeddings": True, "attention_bias": True}
+    path = write_checkpoint(tmp_path, overrides)
+    config = load_model_config(path)
+    params = load_params(path, config, dtype=jnp.bfloat16)
+    quantized = quantize_params(params, config, is_native=True)
+    for name in ("embedding", "final_norm"):
+        np.testing.assert_array_equal(getattr(quantized, name), getattr(params, name))
+    assert isinstance(quantized.head, Int8Weight)
+    for before, after in zip(params.layers, quantized.layers, strict=True):
+        assert isinstance(after.gate_up, Int8GateUp)
+        for name in ("qkv", "attention_out", "down"):
+            assert isinstance(getattr(after, name), Int8Weight)
+        for name in ("attention_norm", "mlp_norm", "qkv_bias", "attention_out_bias"):
+            np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+
+
+def test_what_int8_does_not_run_with_is_refused() -> None:
+    with pytest.raises(ValueError, match="quantization 'int8' needs tensor_parallel 1, got 4"):
+        EngineConfig(model="m", quantization="int8", tensor_parallel=4)
+    with pytest.raises(ValueError, match="matmul 'native' needs tensor_parallel 1, and dtype"):
+        EngineConfig(model="m", matmul="native", dtype="float32")
+    EngineConfig(model="m", matmul="native", dtype="float32", quantization="int8")
