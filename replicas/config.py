@@ -12,6 +12,7 @@ from typing import Literal
 Platform = Literal["auto", "cpu", "tpu"]
 AttentionImpl = Literal["auto", "native", "reference"]
 MatmulImpl = Literal["auto", "native", "xla"]
+Speculation = Literal["none", "prompt_lookup"]
 RopeKind = Literal["default", "linear", "llama3"]
 
 
@@ -137,6 +138,11 @@ class EngineConfig:
         attention: kernel choice; "auto" is native on CPU where a compiler was found.
         matmul: kernel of the weights' matmuls; "auto" is native, with weights packed at load, for
             bfloat16 on one CPU device where a compiler was found.
+        speculation: "prompt_lookup": while few sequences run, a step also verifies guesses of the
+            tokens after the next one, found where the text repeats itself. Tokens stay the same.
+        num_speculative_tokens: most guesses for a sequence in one step, in [1, 7].
+        prompt_lookup_min: shortest run of latest tokens that must occur earlier, >= 1.
+        prompt_lookup_max: longest run that is compared, at most 8; the longer, the better a guess.
         tensor_parallel: devices that one model is sharded over.
         program_store: directory of compiled programs, or None to compile at every start.
     """
@@ -154,6 +160,10 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention: AttentionImpl = "auto"
     matmul: MatmulImpl = "auto"
+    speculation: Speculation = "none"
+    num_speculative_tokens: int = 7
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
     tensor_parallel: int = 1
     program_store: str | None = None
 
@@ -184,6 +194,15 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be >= 2, got {self.max_model_len}")
+        if not 1 <= self.num_speculative_tokens <= 7:
+            raise ValueError(
+                f"num_speculative_tokens must be in [1, 7], got {self.num_speculative_tokens}"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 8:
+            raise ValueError(
+                "1 <= prompt_lookup_min <= prompt_lookup_max <= 8 is needed, got "
+                f"{self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )
         if self.matmul == "native" and (self.dtype != "bfloat16" or self.tensor_parallel != 1):
             raise ValueError(
                 f"matmul 'native' needs dtype 'bfloat16' and tensor_parallel 1, got {self.dtype!r} "
