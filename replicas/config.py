@@ -194,15 +194,6 @@ class EngineConfig:
             )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be >= 2, got {self.max_model_len}")
-        if not 1 <= self.num_speculative_tokens <= 7:
-            raise ValueError(
-                f"num_speculative_tokens must be in [1, 7], got {self.num_speculative_tokens}"
-            )
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 8:
-            raise ValueError(
-                "1 <= prompt_lookup_min <= prompt_lookup_max <= 8 is needed, got "
-                f"{self.prompt_lookup_min} and {self.prompt_lookup_max}"
-            )
         if self.matmul == "native" and (self.dtype != "bfloat16" or self.tensor_parallel != 1):
             raise ValueError(
                 f"matmul 'native' needs dtype 'bfloat16' and tensor_parallel 1, got {self.dtype!r} "
@@ -210,3 +201,20 @@ class EngineConfig:
             )
         if self.tensor_parallel < 1:
             raise ValueError(f"tensor_parallel must be >= 1, got {self.tensor_parallel}")
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= 7:
+            raise ValueError(
+                f"num_speculative_tokens must be in [1, 7], got {self.num_speculative_tokens}"
+            )
+        if self.speculation != "none" and self.max_mixed_tokens < 16:
+            raise ValueError(
+                "speculation needs max_mixed_tokens >= 16, so that prompts have room beside the "
+                f"8 rows that guesses may take, got {self.max_mixed_tokens}"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 8:
+            raise ValueError(
+                "1 <= prompt_lookup_min <= prompt_lookup_max <= 8 is needed, got "
+                f"{self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )

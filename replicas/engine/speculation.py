@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from replicas.engine.buckets import MIN_ROWS, Bucket
 from replicas.engine.engine import StepOutput
@@ -78,7 +78,7 @@ class VerifyRows(NamedTuple):
         """
         assert state.texts is not None
         token_ids = self.inputs.token_ids
-        places = jnp.arange(self.draft_width + 1, dtype=jnp.int32)
+        places = jnp.arange(self.draft_width + 1, dtype=jnp.int32)[None, :]
         outputs = jnp.minimum(self.first_outputs[:, None] + places, sampled.shape[0] - 1)
         drawn = sampled[outputs]
         next_rows = jnp.minimum(self.output_rows[outputs] + 1, token_ids.shape[0] - 1)
@@ -256,7 +256,7 @@ class VerifyLayout:
         """
         num_seqs, group = max_drafts.shape[0], slice(_MAX_DRAFTING)
 
-        def look_up() -> tuple[Int[Array, "G D"], Bool[Array, " G"]]:
+        def look_up() -> tuple[Int[Array, "G D"], Int[Array, " G"]]:
             lens = text_lens[group]
             token_ids = texts.token_pages[page_indices[group]].reshape(_MAX_DRAFTING, -1)
             token_ids = token_ids.at[jnp.arange(_MAX_DRAFTING), lens - 1].set(
@@ -264,16 +264,16 @@ class VerifyLayout:
             )
             return find_drafts(token_ids, lens, self._lookup)
 
-        drafts, is_found = jax.lax.cond(
+        drafts, num_found = jax.lax.cond(
             jnp.any(max_drafts > 0),
             look_up,
             lambda: (
                 jnp.zeros((_MAX_DRAFTING, self._lookup.num_drafts), jnp.int32),
-                jnp.zeros(_MAX_DRAFTING, bool),
+                jnp.zeros(_MAX_DRAFTING, jnp.int32),
             ),
         )
-        is_found = jnp.pad(is_found, (0, num_seqs - _MAX_DRAFTING))
-        return drafts, jnp.where(is_found, max_drafts, 0)
+        num_found = jnp.pad(num_found, (0, num_seqs - _MAX_DRAFTING))
+        return drafts, jnp.minimum(num_found, max_drafts)
 
 
 def _write_tokens(token_pages: Int[Array, "N page"], inputs: ModelInputs) -> Int[Array, "N page"]:
