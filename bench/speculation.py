@@ -13,7 +13,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,8 @@ class Result:
         concurrency: chats that run at once.
         plain_tokens_per_s: decoding speed without speculation, prefill excluded.
         tokens_per_s: with it.
-        ratio: median over rounds of one by the other, measured right after each other.
-        tokens_per_step: output tokens of a decode step and chat, with speculation.
+        ratio: of the two.
+        tokens_per_step: output tokens of a decode step, with speculation.
         acceptance: share of the verified drafts that were right.
         identical: all tokens are those of plain decoding.
     """
@@ -84,16 +84,19 @@ class Result:
     identical: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    outputs: dict[str, list[int]]
-    seconds: float
-    num_steps: int
+@dataclass(slots=True)
+class _Tally:
+    """What one engine has done: answers by request, and decode steps with their time."""
+
+    outputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_steps: int = 0
+    seconds: float = 0.0
 
     @property
-    def num_tokens(self) -> int:
-        """Tokens after each chat's first: those that decode steps gave."""
-        return sum(len(tokens) - 1 for tokens in self.outputs.values())
+    def tokens_per_s(self) -> float:
+        """Speed of decode steps."""
+        return self.num_tokens / self.seconds
 
 
 def make_requests(tokenizer: Tokenizer, kind: str, max_tokens: int) -> list[GenerateRequest]:
@@ -123,24 +126,23 @@ def make_requests(tokenizer: Tokenizer, kind: str, max_tokens: int) -> list[Gene
     return requests
 
 
-def run(engine: Engine[Any], requests: Sequence[GenerateRequest], concurrency: int) -> _Run:
-    """Answer the chats in groups of `concurrency`; times the steps after a group's prompts."""
+def answer(engine: Engine[Any], requests: Sequence[GenerateRequest], tally: _Tally) -> None:
+    """Answer chats at once; counts what comes after the step that ends the last prompt."""
     outputs: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    seconds, num_steps = 0.0, 0
-    for first in range(0, len(requests), concurrency):
-        group = requests[first : first + concurrency]
-        for request in group:
-            engine.add(request)
-        started_s = time.perf_counter()
-        while engine.has_work:
-            for delta in engine.step().deltas:
-                outputs[delta.request_id] += delta.token_ids
-            if not all(outputs[request.request_id] for request in group):
-                started_s = time.perf_counter()
-            else:
-                num_steps += 1
-        seconds += time.perf_counter() - started_s
-    return _Run(outputs, seconds, num_steps)
+    for request in requests:
+        engine.add(request)
+    started_s: float | None = None
+    while engine.has_work:
+        is_decode = started_s is not None
+        tally.num_steps += is_decode
+        for delta in engine.step().deltas:
+            outputs[delta.request_id] += delta.token_ids
+            tally.num_tokens += is_decode * len(delta.token_ids)
+        if started_s is None and all(outputs.values()):
+            started_s = time.perf_counter()
+    assert started_s is not None
+    tally.seconds += time.perf_counter() - started_s
+    tally.outputs |= {request_id: tuple(tokens) for request_id, tokens in outputs.items()}
 
 
 def compare(
@@ -152,32 +154,29 @@ def compare(
     concurrency: int,
     num_rounds: int,
 ) -> Result:
-    """Run both engines in turn, `num_rounds` times."""
+    """Let both engines answer each group of chats, one right after the other."""
     before = speculating.load()
-    ratios: list[float] = []
-    speeds: dict[str, list[float]] = {"plain": [], "speculating": []}
-    identical = True
-    last = None
+    rounds: list[tuple[_Tally, _Tally]] = []
     for _ in range(num_rounds):
-        base = run(plain, requests, concurrency)
-        last = run(speculating, requests, concurrency)
-        identical &= base.outputs == last.outputs
-        speeds["plain"].append(base.num_tokens / base.seconds)
-        speeds["speculating"].append(last.num_tokens / last.seconds)
-        ratios.append(speeds["speculating"][-1] / speeds["plain"][-1])
+        base, fast = _Tally(), _Tally()
+        for first in range(0, len(requests), concurrency):
+            group = requests[first : first + concurrency]
+            answer(plain, group, base)
+            answer(speculating, group, fast)
+        rounds.append((base, fast))
     after = speculating.load()
-    assert last is not None
     num_drafts = after.num_draft_tokens - before.num_draft_tokens
     num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    last = rounds[-1][1]
     return Result(
         kind=kind,
         concurrency=concurrency,
-        plain_tokens_per_s=statistics.median(speeds["plain"]),
-        tokens_per_s=statistics.median(speeds["speculating"]),
-        ratio=statistics.median(ratios),
-        tokens_per_step=last.num_tokens / last.num_steps / concurrency,
+        plain_tokens_per_s=statistics.median(base.tokens_per_s for base, _ in rounds),
+        tokens_per_s=statistics.median(fast.tokens_per_s for _, fast in rounds),
+        ratio=statistics.median(fast.tokens_per_s / base.tokens_per_s for base, fast in rounds),
+        tokens_per_step=last.num_tokens / last.num_steps,
         acceptance=num_accepted / num_drafts if num_drafts else None,
-        identical=identical,
+        identical=all(base.outputs == fast.outputs for base, fast in rounds),
     )
 
 
@@ -223,7 +222,6 @@ def main() -> None:
     results: list[Result] = []
     for kind in args.kinds.split(","):
         requests = make_requests(tokenizer, kind, args.max_tokens)
-        run(speculating, requests[:1], 1)
         for concurrency in concurrencies:
             result = compare(
                 plain,
