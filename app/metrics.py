@@ -36,6 +36,8 @@ _COUNTERS = frozenset(
         "num_prompt_tokens",
         "num_cached_tokens",
         "num_output_tokens",
+        "num_draft_tokens",
+        "num_accepted_tokens",
         "num_compiles_after_warmup",
     }
 )

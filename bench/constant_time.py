@@ -6,10 +6,10 @@ import time
 from typing import Any
 
 from replicas.engine.buckets import make_buckets, smallest_bucket
-from replicas.engine.engine import Engine
+from replicas.engine.engine import Engine, StepOutput
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.scheduler import Scheduler, StepPlan
-from replicas.engine.step import PackedLayout, SlotTable, pack_step
+from replicas.engine.step import PackedLayout, SlotTable
 from replicas.wire import ModelInfo
 
 _FAKE_BATCHED_TOKENS = 512
@@ -28,28 +28,28 @@ class ConstantTimeRunner:
     def __init__(self, step_s: float, *, num_slots: int, pages_per_seq: int) -> None:
         self._step_s = step_s
         self._free_at_s = 0.0
-        self._table = SlotTable(num_slots=num_slots, pages_per_seq=pages_per_seq)
+        table = SlotTable(num_slots=num_slots, pages_per_seq=pages_per_seq)
         self._buckets = make_buckets(
             max_num_seqs=num_slots,
             max_mixed_tokens=max(_FAKE_MIXED_TOKENS, num_slots),
             max_num_batched_tokens=_FAKE_BATCHED_TOKENS,
         )
-        self._layouts = {b: PackedLayout(b, pages_per_seq) for b in self._buckets}
+        self._layouts = {bucket: PackedLayout(bucket, table) for bucket in self._buckets}
 
     def launch(self, plan: StepPlan) -> tuple[float, int]:
         """Pack a step and queue it behind the ones before it."""
         bucket = smallest_bucket(
             self._buckets, num_tokens=plan.num_tokens, num_seqs=len(plan.scheduled)
         )
-        pack_step(plan, self._layouts[bucket], self._table)
+        self._layouts[bucket].pack(plan)
         self._free_at_s = max(self._free_at_s, time.monotonic()) + self._step_s
         return self._free_at_s, len(plan.scheduled)
 
-    def fetch(self, step: tuple[float, int]) -> list[int]:
+    def fetch(self, step: tuple[float, int]) -> StepOutput:
         """Sleep until the step is done."""
         ready_at_s, num_rows = step
         time.sleep(max(0.0, ready_at_s - time.monotonic()))
-        return [7] * num_rows
+        return StepOutput(token_ids=[[7] for _ in range(num_rows)], num_draft_tokens=0)
 
 
 def fake_engine(step_s: float, *, max_num_seqs: int) -> Engine[Any]:

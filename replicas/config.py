@@ -15,6 +15,7 @@ Platform = Literal["auto", "cpu", "tpu"]
 AttentionImpl = Literal["auto", "native", "reference"]
 MatmulImpl = Literal["auto", "native", "xla"]
 Quantization = Literal["none", "int8"]
+Speculation = Literal["none", "prompt_lookup"]
 RopeKind = Literal["default", "linear", "llama3"]
 CompilerOption = bool | int | float | str
 
@@ -149,6 +150,11 @@ class EngineConfig:
             load, and so do their inputs, row by row. Embedding, norms and cache keep `dtype`.
         matmul: kernel of the weights' matmuls; "auto" is native, with weights packed at load, for
             bfloat16 or int8 on one CPU device where a compiler was found.
+        speculation: "prompt_lookup": while few sequences run, a step also verifies guesses of the
+            tokens after the next one, found where the text repeats itself. Tokens stay the same.
+        num_speculative_tokens: most guesses for a sequence in one step, in [1, 7].
+        prompt_lookup_min: shortest run of latest tokens that must occur earlier, >= 1.
+        prompt_lookup_max: longest run that is compared, at most 8; the longer, the better a guess.
         tensor_parallel: devices that one model is sharded over.
         program_store: directory of compiled programs, or None to compile at every start.
         xla_options: options of XLA's compiler for every program, by name without dashes; which
@@ -171,6 +177,10 @@ class EngineConfig:
     attention: AttentionImpl = "auto"
     quantization: Quantization = "none"
     matmul: MatmulImpl = "auto"
+    speculation: Speculation = "none"
+    num_speculative_tokens: int = 7
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
     tensor_parallel: int = 1
     program_store: str | None = None
     # Left out of the hash, not of equality: a mapping has none.
@@ -221,12 +231,29 @@ class EngineConfig:
             raise ValueError(
                 f"libtpu_options need platform 'tpu', got {self.platform!r}: no other reads them"
             )
+        self._check_speculation()
 
     @property
     def has_packable_weights(self) -> bool:
         """Whether there is a native matmul for these weights."""
         is_packable = self.dtype == "bfloat16" or self.quantization == "int8"
         return is_packable and self.tensor_parallel == 1
+
+    def _check_speculation(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= 7:
+            raise ValueError(
+                f"num_speculative_tokens must be in [1, 7], got {self.num_speculative_tokens}"
+            )
+        if self.speculation != "none" and self.max_mixed_tokens < 16:
+            raise ValueError(
+                "speculation needs max_mixed_tokens >= 16, so that prompts have room beside the "
+                f"8 rows that guesses may take, got {self.max_mixed_tokens}"
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 8:
+            raise ValueError(
+                "1 <= prompt_lookup_min <= prompt_lookup_max <= 8 is needed, got "
+                f"{self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )
 
 
 def _check_options(setting: str, options: Mapping[str, CompilerOption]) -> None:

@@ -320,6 +320,8 @@ class EngineMetrics:
                 "num_prompt_tokens",
                 "num_cached_tokens",
                 "num_output_tokens",
+                "num_draft_tokens",
+                "num_accepted_tokens",
             )
         }
 

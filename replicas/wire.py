@@ -147,6 +147,8 @@ class ReplicaLoad:
         num_prompt_tokens: prompt tokens of all requests since start.
         num_cached_tokens: of those, found in the prefix cache.
         num_output_tokens: since start.
+        num_draft_tokens: guesses of the next tokens that steps verified, since start.
+        num_accepted_tokens: of those, that were right and became output tokens.
         num_compiles_after_warmup: must read 0.
         step_s: duration of the last step, seconds.
     """
@@ -163,6 +165,8 @@ class ReplicaLoad:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_compiles_after_warmup: int = 0
     step_s: float = 0.0
 

@@ -6,12 +6,13 @@ runner produces `naive_tokens` if and only if its page and slot bookkeeping is r
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Sequence
 
-from replicas.engine.engine import Engine
+from replicas.engine.engine import Engine, StepOutput
 from replicas.engine.page_allocator import PageAllocator
-from replicas.engine.scheduler import Scheduler, StepPlan
+from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from replicas.wire import GenerateRequest, ModelInfo, SamplingParams, SinkAddress, TokenDelta
 
 VOCAB_SIZE = 1000
@@ -41,16 +42,16 @@ class FakeRunner:
         self._pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self._last_token_ids = [-1] * num_slots
 
-    def launch(self, plan: StepPlan) -> list[int]:
+    def launch(self, plan: StepPlan) -> StepOutput:
         self.plans.append(plan)
         reads = [self._write(part) for part in plan.scheduled]
         sampled = [next_token([-1 if t is None else t for t in row]) for row in reads]
         for part, token_id in zip(plan.scheduled, sampled, strict=True):
             if part.samples:
                 self._last_token_ids[part.slot] = token_id
-        return sampled
+        return StepOutput(token_ids=[[token_id] for token_id in sampled], num_draft_tokens=0)
 
-    def fetch(self, step: list[int]) -> list[int]:
+    def fetch(self, step: StepOutput) -> StepOutput:
         return step
 
     def _write(self, part) -> list[int | None]:
@@ -66,6 +67,73 @@ class FakeRunner:
         ]
 
 
+class DraftingFakeRunner(FakeRunner):
+    """Verifies drafts too: right ones, except that some are spoilt and some texts have none.
+
+    Like a device, it alone knows where a text ends while drafts are in flight.
+    """
+
+    def __init__(self, *, num_pages: int, page_size: int, num_slots: int, seed: int) -> None:
+        super().__init__(num_pages=num_pages, page_size=page_size, num_slots=num_slots)
+        self._rng = random.Random(seed)
+        self._lengths = [0] * num_slots
+
+    def launch(self, plan: StepPlan) -> StepOutput:
+        self.plans.append(plan)
+        num_drafts = 0
+        token_ids: list[list[int]] = []
+        for part in plan.scheduled:
+            drafts, sampled = self._verify(part)
+            num_drafts += len(drafts)
+            num_right = 0
+            while num_right < len(drafts) and drafts[num_right] == sampled[num_right]:
+                num_right += 1
+            token_ids.append(sampled[: num_right + 1])
+            if part.samples:
+                limit = part.sequence.max_total_tokens
+                self._lengths[part.slot] = min(self._text_len + num_right + 1, limit)
+                self._last_token_ids[part.slot] = sampled[num_right]
+        return StepOutput(token_ids=token_ids, num_draft_tokens=num_drafts)
+
+    def _verify(self, part: ScheduledSequence) -> tuple[list[int], list[int]]:
+        """The drafts of a part, and what each of its outputs draws."""
+        sequence, start = part.sequence, part.start
+        num_known = part.num_tokens - part.num_drafts
+        rows = sequence.token_ids[start : start + num_known].tolist()
+        if len(rows) < num_known:
+            start = self._lengths[part.slot] - 1
+            rows = [self._last_token_ids[part.slot]]
+        self._text_len = start + num_known
+        assert part.start <= start < sequence.max_total_tokens
+        assert self._text_len <= len(sequence.page_ids) * self._page_size
+        self._put(sequence.page_ids, start, rows)
+        room = max(0, sequence.max_total_tokens - self._text_len - 1)
+        drafts = self._guess(sequence.page_ids, min(part.num_drafts, room))
+        self._put(sequence.page_ids, self._text_len, drafts)
+        ends = range(self._text_len, self._text_len + len(drafts) + 1)
+        return drafts, [next_token(self._text(sequence.page_ids, end)) for end in ends]
+
+    def _guess(self, page_ids: list[int], count: int) -> list[int]:
+        if self._rng.random() < 0.2:
+            return []
+        text = self._text(page_ids, self._text_len)
+        drafts: list[int] = []
+        for _ in range(count):
+            is_spoilt = self._rng.random() < 0.25
+            drafts.append(self._rng.randrange(VOCAB_SIZE) if is_spoilt else next_token(text))
+            text.append(drafts[-1])
+        return drafts
+
+    def _put(self, page_ids: list[int], start: int, token_ids: list[int]) -> None:
+        for position, token in enumerate(token_ids, start=start):
+            self._pages[page_ids[position // self._page_size]][position % self._page_size] = token
+
+    def _text(self, page_ids: list[int], end: int) -> list[int]:
+        size = self._page_size
+        tokens = [self._pages[page_ids[i // size]][i % size] for i in range(end)]
+        return [-1 if token is None else token for token in tokens]
+
+
 def make_engine(
     *,
     num_pages: int = 64,
@@ -76,9 +144,12 @@ def make_engine(
     break_even_context: int = 1000,
     enable_prefix_caching: bool = True,
     eos_token_ids: tuple[int, ...] = (),
+    max_drafts: int = 0,
+    seed: int = 0,
 ) -> tuple[Engine, FakeRunner]:
-    """An engine on a fake device."""
-    runner = FakeRunner(num_pages=num_pages, page_size=page_size, num_slots=max_num_seqs)
+    """An engine on a fake device, which speculates if `max_drafts` is above 0."""
+    sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": max_num_seqs}
+    runner = DraftingFakeRunner(**sizes, seed=seed) if max_drafts else FakeRunner(**sizes)
     scheduler = Scheduler(
         PageAllocator(num_pages, enable_prefix_caching=enable_prefix_caching),
         page_size=page_size,
@@ -86,6 +157,7 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         max_mixed_tokens=max_mixed_tokens,
         break_even_context=break_even_context,
+        max_drafts=max_drafts,
     )
     info = ModelInfo(
         model_id="fake",

@@ -18,7 +18,8 @@ class Bucket:
 
     Attributes:
         num_tokens: T, rows of the token dimension.
-        num_seqs: S, sequences; the output head and the sampler run on this many rows.
+        num_seqs: S, sequences; the output head and the sampler run on this many rows: one for each
+            sequence, and with speculation one for each draft.
     """
 
     num_tokens: int

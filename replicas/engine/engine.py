@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from replicas.engine.page_allocator import PageKey, hash_root
 from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
@@ -26,6 +26,18 @@ from replicas.wire import (
 )
 
 
+class StepOutput(NamedTuple):
+    """What a step gave.
+
+    Attributes:
+        token_ids: new tokens of each scheduled sequence; junk where it does not sample.
+        num_draft_tokens: drafts that the step verified.
+    """
+
+    token_ids: list[list[int]]
+    num_draft_tokens: int
+
+
 class Runner[StepT](Protocol):
     """What the engine needs of a device: `ModelRunner`, or a fake with constant step time."""
 
@@ -38,8 +50,8 @@ class Runner[StepT](Protocol):
         """Start a step."""
         ...
 
-    def fetch(self, step: StepT) -> list[int]:
-        """Wait for a step; one token id per scheduled sequence."""
+    def fetch(self, step: StepT) -> StepOutput:
+        """Wait for a step."""
         ...
 
 
@@ -89,6 +101,8 @@ class Engine[StepT]:
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_output_tokens = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -164,7 +178,7 @@ class Engine[StepT]:
         """Launch the next step, then take in the one before it.
 
         The device works on step n+1 while the host handles step n. A stop that shows in n leaves
-        one token of n+1 that is dropped.
+        tokens of n+1 that are dropped.
         """
         start = self._clock()
         plan = self.scheduler.schedule()
@@ -178,9 +192,9 @@ class Engine[StepT]:
         fetched_at = launched_at
         if self._in_flight is not None:
             previous, handle = self._in_flight
-            token_ids = self._runner.fetch(handle)
+            output = self._runner.fetch(handle)
             fetched_at = self._clock()
-            deltas += self._postprocess(previous, token_ids)
+            deltas += self._postprocess(previous, output)
         self._in_flight = launched
         self.times = StepTimes(
             schedule=planned - start,
@@ -206,6 +220,8 @@ class Engine[StepT]:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_output_tokens=self._num_output_tokens,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
             num_compiles_after_warmup=self._runner.num_compiles_after_warmup,
             step_s=self.times.total,
         )
@@ -222,29 +238,41 @@ class Engine[StepT]:
                 self._num_prompt_tokens += sequence.num_prompt_tokens
                 self._num_cached_tokens += sequence.num_cached_tokens
 
-    def _postprocess(self, plan: StepPlan, token_ids: list[int]) -> list[TokenDelta]:
+    def _postprocess(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
+        self._num_draft_tokens += output.num_draft_tokens
         deltas: list[TokenDelta] = []
-        for part, token_id in zip(plan.scheduled, token_ids, strict=True):
+        for part, token_ids in zip(plan.scheduled, output.token_ids, strict=True):
             if part.samples and part.sequence.status is not SequenceStatus.FINISHED:
-                deltas.append(self._append(part, token_id))
+                deltas.append(self._append(part, token_ids))
         return deltas
 
-    def _append(self, part: ScheduledSequence, token_id: int) -> TokenDelta:
+    def _append(self, part: ScheduledSequence, token_ids: list[int]) -> TokenDelta:
+        """Take in a sequence's new tokens; those behind the one that ends it are dropped."""
         sequence = part.sequence
-        sequence.token_ids.append(token_id)
         sequence.num_inflight -= 1
-        self._num_output_tokens += 1
-        reason = self._finish_reason(sequence, token_id)
+        sequence.num_inflight_drafts -= part.num_drafts
+        first, reason = len(sequence.token_ids), None
+        for token_id in token_ids:
+            sequence.token_ids.append(token_id)
+            reason = self._finish_reason(sequence, token_id)
+            if reason is not None:
+                break
+        num_new = len(sequence.token_ids) - first
+        self._num_output_tokens += num_new
+        self._num_accepted_tokens += num_new - 1
+        new = tuple(token_ids[:num_new])
         if reason is not None:
             self.scheduler.finish(sequence)
             del self._sequences[sequence.request.request_id]
-            return self._end_delta(sequence, (token_id,), reason)
+            return self._end_delta(sequence, new, reason)
         if sequence.status is SequenceStatus.RUNNING:
+            # Accepted drafts have been computed beside the token before them.
+            sequence.num_computed_tokens += num_new - 1
             self.scheduler.register_full_pages(sequence)
         return TokenDelta(
             request_id=sequence.request.request_id,
-            start_index=sequence.request.output_offset + sequence.num_output_tokens - 1,
-            token_ids=(token_id,),
+            start_index=sequence.request.output_offset + sequence.num_output_tokens - num_new,
+            token_ids=new,
         )
 
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:

@@ -6,6 +6,7 @@ programs are called as compiled objects: an unknown shape is an error, never a s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,14 @@ import numpy.typing as npt
 from jaxtyping import Array, Int
 
 from replicas.config import EngineConfig
-from replicas.engine.buckets import Bucket, make_buckets, smallest_bucket
+from replicas.engine.buckets import MIN_ROWS, Bucket, make_buckets, smallest_bucket
+from replicas.engine.engine import StepOutput
 from replicas.engine.program_store import ProgramStore
+from replicas.engine.prompt_lookup import PromptLookup
 from replicas.engine.sampler import sample
 from replicas.engine.scheduler import StepPlan
-from replicas.engine.step import DeviceState, PackedLayout, SlotTable, pack_step
+from replicas.engine.speculation import VerifyLayout, text_shapes
+from replicas.engine.step import DeviceState, PackedLayout, SlotTable, Texts
 from replicas.models.kv_cache import KVPages
 
 ProgressFn = Callable[[str, int, int], None]
@@ -61,11 +65,13 @@ class LaunchedStep:
 
     Attributes:
         plan: what it computes.
-        token_ids: i32 [S] on the device; row i belongs to `plan.scheduled[i]`.
+        layout: knows how to read the output.
+        output: i32, on the device; row i belongs to `plan.scheduled[i]`.
     """
 
     plan: StepPlan
-    token_ids: Int[Array, " S"]
+    layout: PackedLayout | VerifyLayout
+    output: Int[Array, "S ..."]
 
 
 class ModelRunner:
@@ -107,19 +113,45 @@ class ModelRunner:
         last_token_ids: Any = jax.ShapeDtypeStruct(
             (config.max_num_seqs + 1,), jnp.int32, sharding=replicated
         )
-        if isinstance(jax.tree.leaves(kv_pages)[0], jax.Array):
-            last_token_ids = jnp.zeros(last_token_ids.shape, jnp.int32, device=replicated)
-        self._state = DeviceState(kv_pages=kv_pages, last_token_ids=last_token_ids)
+        pages = jax.tree.leaves(kv_pages)[0]
+        texts: Texts | None = None
+        num_draft_rows = 0
+        layout_of: Callable[[Bucket], PackedLayout | VerifyLayout]
+        layout_of = functools.partial(PackedLayout, table=self._table)
+        if config.speculation == "prompt_lookup":
+            num_draft_rows = MIN_ROWS - 1  # drafts and the tokens before them fit MIN_ROWS
+            layout_of = functools.partial(
+                VerifyLayout,
+                table=self._table,
+                lookup=PromptLookup(
+                    min_ngram=config.prompt_lookup_min,
+                    max_ngram=config.prompt_lookup_max,
+                    num_drafts=config.num_speculative_tokens,
+                ),
+            )
+            texts = text_shapes(
+                num_pages=pages.shape[-4],
+                page_size=config.page_size,
+                num_slots=config.max_num_seqs,
+                sharding=replicated,
+            )
+        self._state = DeviceState(kv_pages, last_token_ids, texts)
+        if isinstance(pages, jax.Array):
+            self._state = jax.tree.map(
+                lambda leaf: (
+                    leaf
+                    if isinstance(leaf, jax.Array)
+                    else jnp.zeros(leaf.shape, leaf.dtype, device=replicated)
+                ),
+                self._state,
+            )
         self._max_mixed_tokens = config.max_mixed_tokens
         self._buckets = make_buckets(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs + num_draft_rows,
             max_mixed_tokens=config.max_mixed_tokens,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
-        self._layouts = {
-            bucket: PackedLayout(bucket, self._table.page_indices.shape[1])
-            for bucket in self._buckets
-        }
+        self._layouts = {bucket: layout_of(bucket) for bucket in self._buckets}
         self._programs: dict[Bucket, Any] = {}
         self._counter = CompileCounter()
         self._num_compiles_at_warmup = 0
@@ -152,21 +184,23 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Start a step; returns before the device has finished it."""
         bucket = smallest_bucket(
-            self._buckets, num_tokens=plan.num_tokens, num_seqs=len(plan.scheduled)
+            self._buckets,
+            num_tokens=plan.num_tokens,
+            num_seqs=len(plan.scheduled) + plan.num_drafts,
         )
-        packed = pack_step(plan, self._layouts[bucket], self._table)
-        return LaunchedStep(plan, self._run(bucket, packed))
+        layout = self._layouts[bucket]
+        return LaunchedStep(plan, layout, self._run(bucket, layout.pack(plan)))
 
-    def fetch(self, step: LaunchedStep) -> list[int]:
-        """Wait for a step; the sampled token of each scheduled sequence (junk if not `samples`)."""
-        return np.asarray(step.token_ids)[: len(step.plan.scheduled)].tolist()
+    def fetch(self, step: LaunchedStep) -> StepOutput:
+        """Wait for a step; the new tokens of each scheduled sequence (junk if not `samples`)."""
+        return step.layout.read(np.asarray(step.output)[: len(step.plan.scheduled)])
 
-    def _run(self, bucket: Bucket, packed: npt.NDArray[np.int32]) -> Int[Array, " S"]:
-        self._state, token_ids = self._programs[bucket](self._params, self._state, packed)
-        return token_ids
+    def _run(self, bucket: Bucket, packed: npt.NDArray[np.int32]) -> Int[Array, "S ..."]:
+        self._state, output = self._programs[bucket](self._params, self._state, packed)
+        return output
 
     def _padding(self, bucket: Bucket) -> npt.NDArray[np.int32]:
-        return pack_step(StepPlan(scheduled=(), num_tokens=0), self._layouts[bucket], self._table)
+        return self._layouts[bucket].pack(StepPlan(scheduled=(), num_tokens=0))
 
     def _load_program(self, bucket: Bucket) -> Any:
         if self._store is None:
@@ -183,10 +217,10 @@ class ModelRunner:
 
         def step(
             params: Any, state: DeviceState, packed: Int[Array, " words"]
-        ) -> tuple[DeviceState, Int[Array, " S"]]:
+        ) -> tuple[DeviceState, Int[Array, "S ..."]]:
             return self._step(params, state, packed, layout)
 
-        packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=self._replicated)
+        packed = jax.ShapeDtypeStruct((layout.fields.size,), jnp.int32, sharding=self._replicated)
         return jax.jit(step, donate_argnums=1).lower(self._params, self._state, packed)
 
     def _step(
@@ -194,20 +228,11 @@ class ModelRunner:
         params: Any,
         state: DeviceState,
         packed: Int[Array, " words"],
-        layout: PackedLayout,
-    ) -> tuple[DeviceState, Int[Array, " S"]]:
+        layout: PackedLayout | VerifyLayout,
+    ) -> tuple[DeviceState, Int[Array, "S ..."]]:
         """The fused program: embed, layers, head, sample, update the slots. Traced."""
-        batch = layout.unpack(packed)
-        num_slots = self._table.num_slots
-        token_ids = jnp.where(
-            batch.token_slots < num_slots,
-            state.last_token_ids[batch.token_slots],
-            batch.inputs.token_ids,
-        )
-        inputs = batch.inputs._replace(token_ids=token_ids)
-        hidden, kv_pages = self._model.forward(params, state.kv_pages, inputs)
-        last_rows = jnp.maximum(batch.inputs.cu_q_lens[1:] - 1, 0)
-        logits = self._model.compute_logits(params, hidden[last_rows], inputs.num_seqs)
-        sampled = sample(logits, batch.sampling)
-        last_token_ids = state.last_token_ids.at[batch.slots].set(sampled)
-        return DeviceState(kv_pages, last_token_ids), sampled
+        rows = layout.begin(state, packed)
+        hidden, kv_pages = self._model.forward(params, state.kv_pages, rows.inputs)
+        logits = self._model.compute_logits(params, hidden[rows.output_rows], rows.num_outputs)
+        sampled = sample(logits, rows.sampling)
+        return rows.finish(state._replace(kv_pages=kv_pages), sampled)

@@ -14,6 +14,7 @@ import heapq
 import math
 from dataclasses import dataclass
 
+from replicas.engine.buckets import MIN_ROWS
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.sequence import Sequence, SequenceStatus
 
@@ -33,9 +34,12 @@ class ScheduledSequence:
     Attributes:
         sequence: the sequence; its counts already include this step.
         slot: its slot when scheduled (it may lose it before the step is fetched).
-        start: position of the first token computed.
-        num_tokens: how many; 1 for a decode row.
+        start: position of the first token computed; the lowest possible one while drafts of the
+            step before are in flight: the device knows how many were accepted.
+        num_tokens: how many, drafts included; 1 for a decode row without drafts.
         samples: whether the step yields the sequence's next token.
+        num_drafts: at most so many guesses of the tokens after it are verified; the step yields
+            1 token more for each that is right.
     """
 
     sequence: Sequence
@@ -43,6 +47,7 @@ class ScheduledSequence:
     start: int
     num_tokens: int
     samples: bool
+    num_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +57,12 @@ class StepPlan:
     Attributes:
         scheduled: at least one.
         num_tokens: total over `scheduled`.
+        num_drafts: of those, drafts; like each sequence's last row they need logits.
     """
 
     scheduled: tuple[ScheduledSequence, ...]
     num_tokens: int
+    num_drafts: int = 0
 
 
 class PrefillBudget:
@@ -111,6 +118,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_mixed_tokens: int,
         break_even_context: int,
+        max_drafts: int = 0,
     ) -> None:
         """Schedule over an allocator.
 
@@ -124,6 +132,7 @@ class Scheduler:
             break_even_context: context, tokens, at which a token's attention costs as much as
                 everything else about it. Beside decode rows, a prompt token at position p counts
                 as 1 + p / break_even_context: so a step's time stays bounded at any position.
+            max_drafts: drafts that a decode row may verify; 0 without speculation.
         """
         self.allocator = allocator
         self.page_size = page_size
@@ -132,6 +141,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_mixed_tokens = max_mixed_tokens
         self._break_even_context = break_even_context
+        self._max_drafts = max_drafts
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._num_waiting = 0
         self._running: list[Sequence] = []
@@ -186,14 +196,19 @@ class Scheduler:
             The plan, or None when nothing can be computed now.
         """
         rows = self._schedule_decodes()
-        budget = self._make_budget(len(rows))
+        num_drafts = sum(row.num_drafts for row in rows) if self._max_drafts else 0
+        budget = self._make_budget(len(rows), num_drafts)
         self._schedule_prefills(rows, budget)
         self._admit(rows, budget)
         if not rows:
             return None
         for row in rows:
             self.register_full_pages(row.sequence)
-        return StepPlan(scheduled=tuple(rows), num_tokens=sum(row.num_tokens for row in rows))
+        return StepPlan(
+            scheduled=tuple(rows),
+            num_tokens=sum(row.num_tokens for row in rows),
+            num_drafts=num_drafts,
+        )
 
     def register_full_pages(self, sequence: Sequence) -> None:
         """Make pages that are full of computed, known tokens findable.
@@ -205,17 +220,30 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[ScheduledSequence]:
         rows: list[ScheduledSequence] = []
+        max_drafts = self._drafts_per_sequence()
         for sequence in self.running:
             is_ready = sequence.slot is not None and sequence.is_decode and sequence.has_work
             if is_ready and self._reserve(sequence):
-                rows.append(self._take(sequence, 1))
+                num_drafts = self._reserve_drafts(sequence, max_drafts) if max_drafts else 0
+                rows.append(self._take(sequence, 1, num_drafts))
         return rows
 
-    def _make_budget(self, num_decodes: int) -> PrefillBudget:
+    def _drafts_per_sequence(self) -> int:
+        """How many drafts each decode row may verify at the price of the smallest step.
+
+        A step is padded to `MIN_ROWS`: up to there, more rows cost almost nothing. Beyond, a draft
+        costs as much as another stream's token, and most drafts are worth less.
+        """
+        if self._max_drafts == 0:
+            return 0
+        num_decodes = sum(s.is_decode and s.has_work for s in self._running)
+        return min(self._max_drafts, MIN_ROWS // num_decodes - 1) if num_decodes else 0
+
+    def _make_budget(self, num_decodes: int, num_drafts: int) -> PrefillBudget:
         if num_decodes == 0:
             return PrefillBudget(self._max_num_batched_tokens, break_even_context=None)
         wanted = max(MIN_PREFILL_BESIDE_DECODES, PREFILL_PER_DECODE * num_decodes)
-        num_left = min(wanted, self._max_mixed_tokens - num_decodes)
+        num_left = min(wanted, self._max_mixed_tokens - num_decodes - num_drafts)
         return PrefillBudget(num_left, break_even_context=self._break_even_context)
 
     def _schedule_prefills(self, rows: list[ScheduledSequence], budget: PrefillBudget) -> None:
@@ -278,7 +306,8 @@ class Scheduler:
 
         The oldest sequence can always take every other's pages, so it always advances.
         """
-        while sequence.num_tokens > len(sequence.page_ids) * self.page_size:
+        num_tokens = sequence.max_num_tokens
+        while num_tokens > len(sequence.page_ids) * self.page_size:
             pages = self.allocator.allocate(1)
             if pages is not None:
                 sequence.page_ids += pages
@@ -291,15 +320,38 @@ class Scheduler:
             self.add(youngest)
         return True
 
-    def _take(self, sequence: Sequence, count: int) -> ScheduledSequence:
+    def _reserve_drafts(self, sequence: Sequence, wanted: int) -> int:
+        """Make room for drafts behind the next token, in free pages only; returns for how many.
+
+        Nobody is preempted for a guess. Positions at the sequence's end or beyond need no room:
+        the device verifies no drafts there.
+        """
+        wanted = min(wanted, sequence.max_total_tokens - sequence.num_tokens - 1)
+        num_tokens = sequence.max_num_tokens
+        end = min(num_tokens + wanted, sequence.max_total_tokens)
+        while end > len(sequence.page_ids) * self.page_size:
+            pages = self.allocator.allocate(1)
+            if pages is None:
+                return len(sequence.page_ids) * self.page_size - num_tokens
+            sequence.page_ids += pages
+        return wanted
+
+    def _take(self, sequence: Sequence, count: int, num_drafts: int = 0) -> ScheduledSequence:
+        """Advance a sequence by `count` tokens, of which the last may have drafts behind it."""
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens += count
         samples = sequence.num_computed_tokens == sequence.num_tokens
         if samples:
             sequence.num_inflight += 1
+            sequence.num_inflight_drafts += num_drafts
         assert sequence.slot is not None
         return ScheduledSequence(
-            sequence=sequence, slot=sequence.slot, start=start, num_tokens=count, samples=samples
+            sequence=sequence,
+            slot=sequence.slot,
+            start=start,
+            num_tokens=count + num_drafts,
+            samples=samples,
+            num_drafts=num_drafts,
         )
 
     def _leave_slot(self, sequence: Sequence, status: SequenceStatus) -> None:
@@ -317,7 +369,8 @@ class Scheduler:
         for sequence in self._running:
             assert sequence.status is SequenceStatus.RUNNING
             assert sequence.num_computed_tokens < sequence.num_tokens
-            assert len(sequence.page_ids) * self.page_size >= sequence.num_computed_tokens
+            num_computed = max(sequence.num_computed_tokens, sequence.max_num_tokens - 1)
+            assert len(sequence.page_ids) * self.page_size >= num_computed
         waiting = [s for _, s in self._waiting if s.status is SequenceStatus.WAITING]
         assert len(waiting) == self._num_waiting
         self.allocator.check_integrity()

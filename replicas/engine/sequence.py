@@ -1,5 +1,8 @@
 """The engine's record of one sequence. Counts run ahead of values: see `num_inflight`.
 
+A launched step yields at least one token; with speculation it may yield more, so counts are lower
+bounds until it is fetched (`num_tokens`), beside an upper one (`max_num_tokens`).
+
 Invariant while running: `num_computed_tokens < num_tokens`, and pages cover every computed token.
 """
 
@@ -29,7 +32,10 @@ class Sequence:
         num_prompt_tokens: tokens of the prompt.
         max_total_tokens: prompt + output at which the sequence ends.
         num_computed_tokens: KV is valid for [0, n), counting launched steps.
-        num_inflight: output tokens that launched steps will produce and the host has not fetched.
+        num_inflight: output tokens that launched steps will produce at least and the host has not
+            fetched: one for each such step.
+        num_inflight_drafts: drafts that those steps verify: the most tokens that they may produce
+            beyond `num_inflight`.
         page_ids: pages that hold [0, num_computed_tokens) and the room reserved after it.
         slot: row of the device's slot state while running, else None.
         arrival_s: clock at arrival, seconds.
@@ -50,6 +56,7 @@ class Sequence:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_inflight",
+        "num_inflight_drafts",
         "num_prompt_tokens",
         "order",
         "page_ids",
@@ -74,6 +81,7 @@ class Sequence:
         self.max_total_tokens = max_total_tokens
         self.num_computed_tokens = 0
         self.num_inflight = 0
+        self.num_inflight_drafts = 0
         self.page_ids: list[int] = []
         self.slot: int | None = None
         self.status = SequenceStatus.WAITING
@@ -90,6 +98,12 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens of the sequence, those in flight included."""
         return len(self.token_ids) + self.num_inflight
+
+    @property
+    def max_num_tokens(self) -> int:
+        """The most tokens that it may have once everything in flight has arrived."""
+        num_tokens = len(self.token_ids) + self.num_inflight + self.num_inflight_drafts
+        return min(num_tokens, self.max_total_tokens)
 
     @property
     def num_output_tokens(self) -> int:
@@ -122,7 +136,10 @@ class Sequence:
         return keys[:count]
 
     def take_unregistered_pages(self, page_size: int) -> list[tuple[int, PageKey]]:
-        """Pages that became full of computed, known tokens since the last call, with their keys."""
+        """Pages that became full of computed, known tokens since the last call, with their keys.
+
+        Rejected drafts are never among them: they lie behind the last known token.
+        """
         num_valid = min(self.num_computed_tokens, len(self.token_ids))
         first = self._num_registered_pages
         if num_valid // page_size <= first:

@@ -161,6 +161,7 @@ def build_engine(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_mixed_tokens=config.max_mixed_tokens,
         break_even_context=_break_even_context(model_config),
+        max_drafts=config.num_speculative_tokens if config.speculation != "none" else 0,
     )
     model_info = ModelInfo(
         model_id=Path(config.model).name,

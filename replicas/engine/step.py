@@ -1,12 +1,14 @@
 """What crosses between host and device in a step: one packed i32 vector in, token ids out.
 
 One transfer instead of a dozen small ones: dispatch and transfer cost grow with the number of
-arguments, not with these few kilobytes. The layout depends on the bucket only.
+arguments, not with these few kilobytes. The layout depends on the bucket only. Here is the plain
+one; `speculation` has that of steps that also verify drafts.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from typing import NamedTuple
 
@@ -17,6 +19,7 @@ import numpy.typing as npt
 from jaxtyping import Array, Int
 
 from replicas.engine.buckets import Bucket
+from replicas.engine.engine import StepOutput
 from replicas.engine.sampler import SamplingArrays
 from replicas.engine.scheduler import StepPlan
 from replicas.engine.sequence import Sequence
@@ -31,95 +34,105 @@ class DeviceState(NamedTuple):
         kv_pages: [N, 2K, page, D] per layer, or [L, N, 2K, page, D].
         last_token_ids: i32 [num_slots + 1], the newest token of each slot; the last entry takes
             the writes of padding rows.
+        texts: what drafts are looked up in; None without speculation.
     """
 
     kv_pages: KVPages
     last_token_ids: Int[Array, " slots"]
+    texts: Texts | None = None
 
 
-class StepBatch(NamedTuple):
-    """One step's input, unpacked on the device.
+class Texts(NamedTuple):
+    """The tokens that the KV pages stand for, which shared pages share too.
 
     Attributes:
-        inputs: what the model reads. A token id whose value the host does not know yet is encoded
-            in `token_slots` instead.
-        token_slots: i32 [T], slot whose newest token is the row's input, or num_slots for none.
-        slots: i32 [S], slot that takes the row's sampled token, or num_slots for none.
-        sampling: per row.
+        token_pages: i32 [N, page]; like a page's keys, tokens at positions that no sequence has
+            reached are arbitrary.
+        lengths: i32 [num_slots + 1], tokens of prompt and output in each slot, the newest included.
+    """
+
+    token_pages: Int[Array, "N page"]
+    lengths: Int[Array, " slots"]
+
+
+class StepRows(NamedTuple):
+    """One step's work, as the device derives it from the packed vector and its own state.
+
+    Attributes:
+        inputs: what the model reads.
+        output_rows: i32 [R], token rows whose next token is drawn.
+        num_outputs: i32 [1], output rows in use.
+        sampling: of each output row.
+        slots: i32 [S], slot that takes the sequence's newest token, or num_slots for none.
     """
 
     inputs: ModelInputs
-    token_slots: Int[Array, " T"]
-    slots: Int[Array, " S"]
+    output_rows: Int[Array, " R"]
+    num_outputs: Int[Array, " 1"]
     sampling: SamplingArrays
+    slots: Int[Array, " S"]
+
+    def finish(
+        self, state: DeviceState, sampled: Int[Array, " S"]
+    ) -> tuple[DeviceState, Int[Array, " S"]]:
+        """Note the drawn tokens; traced. Returns the state and what `PackedLayout.read` takes."""
+        last_token_ids = state.last_token_ids.at[self.slots].set(sampled)
+        return state._replace(last_token_ids=last_token_ids), sampled
 
 
-@dataclass(frozen=True)
-class PackedLayout:
-    """Offsets of a bucket's fields in the packed vector, in i32 words."""
+class PackedFields:
+    """Arrays of i32 laid end to end in one vector.
 
-    bucket: Bucket
-    pages_per_seq: int
+    Attributes:
+        size: length of the vector.
+    """
 
-    @cached_property
-    def fields(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Field name to (offset, shape)."""
-        num_tokens, num_seqs = self.bucket.num_tokens, self.bucket.num_seqs
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_ids": (num_tokens,),
-            "token_slots": (num_tokens,),
-            "positions": (num_tokens,),
-            "kv_lens": (num_seqs,),
-            "cu_q_lens": (num_seqs + 1,),
-            "num_seqs": (1,),
-            "slots": (num_seqs,),
-            "temperature": (num_seqs,),
-            "top_k": (num_seqs,),
-            "top_p": (num_seqs,),
-            "seeds": (num_seqs, 2),
-            "page_indices": (num_seqs, self.pages_per_seq),
-        }
-        offset, fields = 0, {}
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.size = 0
+        self._spans: dict[str, tuple[int, int, tuple[int, ...]]] = {}
         for name, shape in shapes.items():
-            fields[name] = (offset, shape)
-            offset += int(np.prod(shape))
-        return fields
-
-    @cached_property
-    def size(self) -> int:
-        """Length of the packed vector."""
-        offset, shape = self.fields["page_indices"]
-        return offset + int(np.prod(shape))
+            end = self.size + int(np.prod(shape))
+            self._spans[name] = (self.size, end, shape)
+            self.size = end
 
     def views(self, packed: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[np.int32]]:
         """Writable views of every field of a packed host vector."""
         return {
-            name: packed[offset : offset + int(np.prod(shape))].reshape(shape)
-            for name, (offset, shape) in self.fields.items()
+            name: packed[start:end].reshape(shape)
+            for name, (start, end, shape) in self._spans.items()
         }
 
-    def unpack(self, packed: Int[Array, " words"]) -> StepBatch:
-        """Split a packed vector on the device; traced."""
-        field = {
-            name: jax.lax.slice(packed, (offset,), (offset + int(np.prod(shape)),)).reshape(shape)
-            for name, (offset, shape) in self.fields.items()
+    def split(self, packed: Int[Array, " words"]) -> dict[str, Int[Array, ...]]:
+        """Every field of a packed vector on the device; traced."""
+        return {
+            name: jax.lax.slice(packed, (start,), (end,)).reshape(shape)
+            for name, (start, end, shape) in self._spans.items()
         }
-        inputs = ModelInputs(
-            token_ids=field["token_ids"],
-            positions=field["positions"],
-            kv_lens=field["kv_lens"],
-            page_indices=field["page_indices"],
-            cu_q_lens=field["cu_q_lens"],
-            num_seqs=field["num_seqs"],
-        )
-        sampling = SamplingArrays(
-            temperature=jax.lax.bitcast_convert_type(field["temperature"], jnp.float32),
-            top_k=field["top_k"],
-            top_p=jax.lax.bitcast_convert_type(field["top_p"], jnp.float32),
-            seeds=jax.lax.bitcast_convert_type(field["seeds"], jnp.uint32),
-            positions=field["kv_lens"],
-        )
-        return StepBatch(inputs, field["token_slots"], field["slots"], sampling)
+
+
+def slot_shapes(num_seqs: int, pages_per_seq: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the fields that `pack_slots` fills."""
+    return {
+        "num_seqs": (1,),
+        "temperature": (num_seqs,),
+        "top_k": (num_seqs,),
+        "top_p": (num_seqs,),
+        "seeds": (num_seqs, 2),
+        "page_indices": (num_seqs, pages_per_seq),
+    }
+
+
+def unpack_sampling(
+    field: Mapping[str, Int[Array, ...]], positions: Int[Array, " S"]
+) -> SamplingArrays:
+    """Sampling parameters of each sequence, to draw the tokens of `positions`; traced."""
+    return SamplingArrays(
+        temperature=jax.lax.bitcast_convert_type(field["temperature"], jnp.float32),
+        top_k=field["top_k"],
+        top_p=jax.lax.bitcast_convert_type(field["top_p"], jnp.float32),
+        seeds=jax.lax.bitcast_convert_type(field["seeds"], jnp.uint32),
+        positions=positions,
+    )
 
 
 class SlotTable:
@@ -130,6 +143,7 @@ class SlotTable:
 
     def __init__(self, *, num_slots: int, pages_per_seq: int) -> None:
         self.num_slots = num_slots
+        self.pages_per_seq = pages_per_seq
         self.page_indices = np.zeros((num_slots, pages_per_seq), np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
@@ -162,38 +176,11 @@ class SlotTable:
         self.seeds[slot] = (sampling.seed >> 32) & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
 
 
-def pack_step(plan: StepPlan, layout: PackedLayout, table: SlotTable) -> npt.NDArray[np.int32]:
-    """Write a plan into a fresh packed vector.
-
-    Returns:
-        i32 [layout.size]; rows past the plan's are padding: they read the null page's sequence of
-        length 0, and write to the scratch slot.
-    """
-    packed = np.zeros(layout.size, np.int32)
-    view = layout.views(packed)
-    scratch = table.num_slots
-    view["token_slots"][:] = scratch
-    view["slots"][:] = scratch
-    row, num_seqs = 0, len(plan.scheduled)
-    slots: list[int] = []
-    for index, part in enumerate(plan.scheduled):
-        sequence, end = part.sequence, part.start + part.num_tokens
-        table.update(part.slot, sequence)
-        slots.append(part.slot)
-        known = sequence.token_ids[part.start : end]
-        view["token_ids"][row : row + len(known)] = known
-        if len(known) < part.num_tokens:
-            view["token_slots"][row + len(known)] = part.slot
-        if part.num_tokens == 1:
-            view["positions"][row] = part.start
-        else:
-            view["positions"][row : row + part.num_tokens] = np.arange(part.start, end)
-        view["kv_lens"][index] = end
-        if part.samples:
-            view["slots"][index] = part.slot
-        row += part.num_tokens
-        view["cu_q_lens"][index + 1] = row
-    view["cu_q_lens"][num_seqs + 1 :] = row
+def pack_slots(
+    view: Mapping[str, npt.NDArray[np.int32]], table: SlotTable, slots: SequenceOf[int]
+) -> None:
+    """Gather what the table knows of the sequences' slots into the fields of `slot_shapes`."""
+    num_seqs = len(slots)
     view["num_seqs"][0] = num_seqs
     view["temperature"].view(np.float32)[:num_seqs] = table.temperature[slots]
     view["top_k"][:num_seqs] = table.top_k[slots]
@@ -201,4 +188,95 @@ def pack_step(plan: StepPlan, layout: PackedLayout, table: SlotTable) -> npt.NDA
     view["top_p"].view(np.float32)[:num_seqs] = table.top_p[slots]
     view["seeds"].view(np.uint32)[:num_seqs] = table.seeds[slots]
     view["page_indices"][:num_seqs] = table.page_indices[slots]
-    return packed
+
+
+class PackedLayout:
+    """A bucket's step without drafts: each sequence yields one token."""
+
+    def __init__(self, bucket: Bucket, table: SlotTable) -> None:
+        self.bucket = bucket
+        self._table = table
+
+    @cached_property
+    def fields(self) -> PackedFields:
+        """Layout of the packed vector.
+
+        A token id whose value the host does not know yet is encoded in `token_slots` instead: the
+        slot whose newest token is the row's input, or num_slots for none.
+        """
+        num_tokens, num_seqs = self.bucket.num_tokens, self.bucket.num_seqs
+        return PackedFields(
+            {
+                "token_ids": (num_tokens,),
+                "token_slots": (num_tokens,),
+                "positions": (num_tokens,),
+                "kv_lens": (num_seqs,),
+                "cu_q_lens": (num_seqs + 1,),
+                "slots": (num_seqs,),
+                **slot_shapes(num_seqs, self._table.pages_per_seq),
+            }
+        )
+
+    def pack(self, plan: StepPlan) -> npt.NDArray[np.int32]:
+        """Write a plan into a fresh packed vector.
+
+        Returns:
+            i32 [fields.size]; rows past the plan's are padding: they read the null page's sequence
+            of length 0, and write to the scratch slot.
+        """
+        table = self._table
+        packed = np.zeros(self.fields.size, np.int32)
+        view = self.fields.views(packed)
+        view["token_slots"][:] = table.num_slots
+        view["slots"][:] = table.num_slots
+        row = 0
+        slots: list[int] = []
+        for index, part in enumerate(plan.scheduled):
+            sequence, end = part.sequence, part.start + part.num_tokens
+            table.update(part.slot, sequence)
+            slots.append(part.slot)
+            known = sequence.token_ids[part.start : end]
+            view["token_ids"][row : row + len(known)] = known
+            if len(known) < part.num_tokens:
+                view["token_slots"][row + len(known)] = part.slot
+            if part.num_tokens == 1:
+                view["positions"][row] = part.start
+            else:
+                view["positions"][row : row + part.num_tokens] = np.arange(part.start, end)
+            view["kv_lens"][index] = end
+            if part.samples:
+                view["slots"][index] = part.slot
+            row += part.num_tokens
+            view["cu_q_lens"][index + 1] = row
+        view["cu_q_lens"][len(slots) + 1 :] = row
+        pack_slots(view, table, slots)
+        return packed
+
+    def begin(self, state: DeviceState, packed: Int[Array, " words"]) -> StepRows:
+        """Unpack a step; traced."""
+        field = self.fields.split(packed)
+        token_ids = jnp.where(
+            field["token_slots"] < self._table.num_slots,
+            state.last_token_ids[field["token_slots"]],
+            field["token_ids"],
+        )
+        inputs = ModelInputs(
+            token_ids=token_ids,
+            positions=field["positions"],
+            kv_lens=field["kv_lens"],
+            page_indices=field["page_indices"],
+            cu_q_lens=field["cu_q_lens"],
+            num_seqs=field["num_seqs"],
+        )
+        return StepRows(
+            inputs=inputs,
+            output_rows=jnp.maximum(field["cu_q_lens"][1:] - 1, 0),
+            num_outputs=inputs.num_seqs,
+            sampling=unpack_sampling(field, positions=field["kv_lens"]),
+            slots=field["slots"],
+        )
+
+    @staticmethod
+    def read(output: npt.NDArray[np.int32]) -> StepOutput:
+        """Unpack what `StepRows.finish` returned, cut to the plan's sequences."""
+        return StepOutput(token_ids=output[:, None].tolist(), num_draft_tokens=0)

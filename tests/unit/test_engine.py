@@ -15,6 +15,12 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return [random.Random(seed).randrange(1000) for _ in range(length)]
 
 
+def until(stop_ids: tuple[int, ...], tokens: list[int]) -> list[int]:
+    """Tokens up to the first that ends them."""
+    end = next((i for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[: end + 1]
+
+
 def test_one_request_gives_the_models_tokens():
     engine, _ = make_engine()
     engine.add(make_request("a", prompt(5), max_tokens=20))
@@ -191,16 +197,79 @@ def test_the_largest_request_that_fits_runs():
     assert output(run(engine)["a"]) == naive_tokens(prompt(60), 4)
 
 
-@settings(max_examples=80, deadline=None)
+def test_accepted_drafts_come_as_deltas_of_several_tokens():
+    engine, runner = make_engine(max_drafts=7)
+    engine.add(make_request("a", prompt(5), max_tokens=60))
+    deltas = run(engine)["a"]
+    assert output(deltas) == naive_tokens(prompt(5), 60)
+    assert max(len(delta.token_ids) for delta in deltas) == 8
+    assert len(runner.plans) < 40
+    load = engine.load()
+    assert load.num_output_tokens == 60
+    assert load.num_accepted_tokens == 60 - len(deltas)
+    assert load.num_accepted_tokens < load.num_draft_tokens
+    assert load.num_free_pages == load.num_pages
+
+
+def test_a_speculating_step_is_launched_before_the_previous_is_fetched():
+    engine, runner = make_engine(max_drafts=7)
+    engine.add(make_request("a", prompt(5), max_tokens=30))
+    deltas, num_steps = {}, 0
+    while "a" not in deltas or deltas["a"][-1].result is None:
+        step(engine, deltas)
+        num_steps += 1
+        is_known_to_end = deltas.get("a") and deltas["a"][-1].result is not None
+        assert len(runner.plans) == num_steps or is_known_to_end
+
+
+def test_a_stop_token_inside_the_drafts_ends_the_output_there():
+    tokens = naive_tokens(prompt(5), 40)
+    for stop in range(1, 30):
+        engine, _ = make_engine(max_drafts=7, eos_token_ids=(tokens[stop],), seed=stop)
+        engine.add(make_request("a", prompt(5), max_tokens=40))
+        deltas = run(engine)["a"]
+        assert output(deltas) == until((tokens[stop],), tokens)
+        assert deltas[-1].result.finish_reason is FinishReason.STOP
+
+
+def test_drafts_stay_within_the_smallest_step():
+    engine, runner = make_engine(max_drafts=7, max_num_seqs=8, max_mixed_tokens=32)
+    for i in range(8):
+        engine.add(make_request(str(i), prompt(4, seed=i), max_tokens=4 + 2 * i * i))
+    deltas = run(engine)
+    for i in range(8):
+        assert output(deltas[str(i)]) == naive_tokens(prompt(4, seed=i), 4 + 2 * i * i)
+    most = {}
+    for plan in runner.plans[1:]:
+        assert plan.num_tokens <= 8
+        assert plan.num_drafts == sum(part.num_drafts for part in plan.scheduled)
+        drafts = max(part.num_drafts for part in plan.scheduled)
+        most[len(plan.scheduled)] = max(most.get(len(plan.scheduled), 0), drafts)
+    assert most == {1: 7, 2: 3, 3: 1, 4: 1, 5: 0, 6: 0, 7: 0, 8: 0}
+
+
+def test_nobody_is_preempted_for_a_draft():
+    engine, _ = make_engine(num_pages=9, page_size=8, max_num_seqs=2, max_drafts=7)
+    for i in range(2):
+        engine.add(make_request(str(i), prompt(8, seed=i), max_tokens=24))
+    deltas = run(engine)
+    assert engine.load().num_preemptions == 0, "both fit, as they do without drafts"
+    for i in range(2):
+        assert output(deltas[str(i)]) == naive_tokens(prompt(8, seed=i), 24)
+
+
+@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     num_pages=st.integers(8, 30),
     max_num_seqs=st.integers(1, 6),
     max_mixed_tokens=st.integers(8, 20),
     caching=st.booleans(),
+    max_drafts=st.sampled_from([0, 1, 3, 7]),
+    eos=st.sampled_from([(), tuple(range(0, 1000, 23))]),
 )
 def test_any_traffic_gives_the_models_tokens(
-    seed, num_pages, max_num_seqs, max_mixed_tokens, caching
+    seed, num_pages, max_num_seqs, max_mixed_tokens, caching, max_drafts, eos
 ):
     rng = random.Random(seed)
     engine, _ = make_engine(
@@ -209,6 +278,9 @@ def test_any_traffic_gives_the_models_tokens(
         max_num_seqs=max_num_seqs,
         max_mixed_tokens=max_mixed_tokens,
         enable_prefix_caching=caching,
+        eos_token_ids=eos,
+        max_drafts=max_drafts,
+        seed=seed,
     )
     capacity = engine.model_info.max_request_tokens
     shared = prompt(12, seed)
@@ -219,7 +291,7 @@ def test_any_traffic_gives_the_models_tokens(
         if len(tokens) + count > capacity:
             continue
         engine.add(make_request(str(i), tokens, max_tokens=count, priority=rng.choice([0, 0, 1])))
-        expected[str(i)] = naive_tokens(tokens, count)
+        expected[str(i)] = until(eos, naive_tokens(tokens, count))
         for _ in range(rng.randint(0, 6)):
             step(engine, deltas)
         if rng.random() < 0.2:

@@ -127,6 +127,23 @@ async def test_one_connection_carries_all_requests_of_a_sink(pair: Pair) -> None
     assert pair.proxy.num_connections == 1
 
 
+async def test_deltas_of_several_tokens_are_resent_whole_after_a_cut(pair: Pair) -> None:
+    queue, _ = pair.open("r", offset=2)
+    reader = asyncio.create_task(read_all(queue))
+    tokens = tuple(range(300))
+    start = 0
+    while start < len(tokens):
+        delta = tokens[start : start + 1 + start % 8]
+        is_last = start + len(delta) == len(tokens)
+        pair.publish("r", 2 + start, delta, total=len(tokens) if is_last else None)
+        if start % 5 == 2:
+            pair.proxy.cut()
+        start += len(delta)
+        await asyncio.sleep(0.001)
+    assert await reader == tokens
+    assert pair.proxy.num_connections > 1
+
+
 async def test_what_a_cut_connection_lost_is_resent(pair: Pair) -> None:
     queue, _ = pair.open("r")
     reader = asyncio.create_task(read_all(queue))
