@@ -29,7 +29,7 @@ class Loop:
         depth: 1 for the outermost.
         first: index of its first bundle.
         num_bundles: its bundles, those of inner loops once.
-        num_own_bundles: its bundles without those of inner loops.
+        num_own_bundles: without those of inner loops: what a pass costs that enters none.
         slots: operations per kind of slot, those of inner loops once.
         num_dma_starts: DMA instructions, those of inner loops once.
     """
@@ -91,21 +91,29 @@ def _read(path: Path) -> Computation:
     ]
     if len(bundles) != len(rows):
         raise ValueError(f"{path.name} has {len(bundles)} bundles, its utilisation {len(rows)}")
+    ranges = [
+        (first, _loop_end(bundles, first), depth)
+        for first, (tag, depth, _) in enumerate(bundles)
+        if tag == _LOOP_BODY
+    ]
     loops = []
-    for first, (tag, depth, _) in enumerate(bundles):
-        if tag == _LOOP_BODY:
-            end = _loop_end(bundles, first)
-            own = [i for i in range(first, end) if bundles[i][1] in (0, depth)]
-            loops.append(
-                Loop(
-                    depth=depth,
-                    first=first,
-                    num_bundles=end - first,
-                    num_own_bundles=len(own),
-                    slots=_sum(rows[first:end]),
-                    num_dma_starts=sum(bundles[i][2].count("dma.") for i in range(first, end)),
-                )
+    for first, end, depth in ranges:
+        inner = {
+            i
+            for inner_first, inner_end, inner_depth in ranges
+            if first < inner_first < end and inner_depth == depth + 1
+            for i in range(inner_first, min(inner_end, end))
+        }
+        loops.append(
+            Loop(
+                depth=depth,
+                first=first,
+                num_bundles=end - first,
+                num_own_bundles=end - first - len(inner),
+                slots=_sum(rows[first:end]),
+                num_dma_starts=sum(bundles[i][2].count(" = dma.") for i in range(first, end)),
             )
+        )
     return Computation(
         name=prefix.split("-", 1)[1],
         num_bundles=len(rows),

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 LANES = 128
 SUBLANES = 8
@@ -91,7 +90,8 @@ class BlockShape:
 
     def page_range(self, num_keys: Any, q_len: Any) -> tuple[Any, Any]:
         """Pages [begin, end) of the block that hold keys which a row sees."""
-        end = jnp.minimum(pl.cdiv(num_keys, self.page_size), self.pages)
+        shift = self.page_size.bit_length() - 1  # a shift: division of signed numbers takes more
+        end = jnp.minimum((num_keys + self.page_size - 1) >> shift, self.pages)
         if self.sliding_window is None:
             return 0, end
         return self.oldest_key(num_keys, q_len) // self.page_size, end

@@ -11,8 +11,8 @@ is computed once, in the first stage, and kept in SMEM.
 
 | array | shape | where |
 |---|---|---|
-| q, out | [T, H, D] | HBM, by rows |
-| new keys and values | [T, 2K, D] | HBM, by rows |
+| queries, new keys and values | [T, H + 2K, D] | HBM, by rows |
+| out | [T, H, D] | HBM, by rows |
 | pages | [N, 2K, page, D] | HBM, whole pages in, tiles of rows out |
 | page windows | [S, W, 1, 128] | HBM, one window per item |
 | page buffer | [2, items * block_pages, 2K, page, D] | VMEM, nearly all of the kernel's memory |
@@ -35,6 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.tpu.block import BlockShape, attend_block, merge_block, new_state, normalise
 from kernels.tpu.plan import PAGE_WINDOW, DecodePlan
+from kernels.tpu.ragged import wait_rows
 
 _IDS_SLOTS = 4
 _SLOTS = 2
@@ -55,20 +56,21 @@ class DecodeShape:
 
 
 class _Item(NamedTuple):
-    """SMEM tables [4, items] of what a round knows of its items; all zero for no item.
+    """SMEM tables [4, items] of what a round knows of its items.
 
     Attributes:
-        num_keys: keys of the sequence from the block's first on; more than a block's, unless last.
+        num_keys: keys of the sequence from the block's first on: more than a block's, unless last;
+            0 or less for no item.
         q_len: rows of q.
         first_row: the first of them.
-        page_offset: of the block's first page in its window.
+        first_id: index into `ids` of the block's first page.
         is_first: 1 for the first block of a sequence.
     """
 
     num_keys: Any
     q_len: Any
     first_row: Any
-    page_offset: Any
+    first_id: Any
     is_first: Any
 
 
@@ -84,8 +86,7 @@ class _Pending(NamedTuple):
 
 class _Buffers(NamedTuple):
     pages: Any
-    q: Any
-    new_kv: Any
+    qkv: Any
     tiles: Any
     out: Any
     top: Any
@@ -100,8 +101,7 @@ class _Buffers(NamedTuple):
 
 
 def decode_attention(
-    q: jax.Array,
-    new_kv: jax.Array,
+    qkv: jax.Array,
     kv_pages: jax.Array,
     page_windows: jax.Array,
     plan: DecodePlan,
@@ -114,8 +114,8 @@ def decode_attention(
     """Store the new keys and values of the plan's sequences and attend; in place in `out`.
 
     Args:
-        q: [T, H, D].
-        new_kv: [T, 2K, D], in the order of a page's rows and in q's dtype.
+        qkv: [T, H + 2K, D], queries and then keys and values in the order of a page's rows; one
+            array, so that a token is one DMA.
         kv_pages: [N, 2K, page, D]; updated in place when donated.
         page_windows: i32 [S, W, 1, 128], see `plan.page_windows`.
         plan: sequences and their blocks.
@@ -136,14 +136,13 @@ def decode_attention(
     tile_shape = (2 * block.num_kv_heads, block.tile_rows, block.head_dim)
     buffers = _Buffers(
         pages=pltpu.VMEM((_SLOTS, num_pages, *page_shape), block.kv_dtype),
-        q=pltpu.VMEM((_SLOTS, num_rows, *row_shape), q.dtype),
-        new_kv=pltpu.VMEM((_SLOTS, num_rows, *new_kv.shape[1:]), new_kv.dtype),
+        qkv=pltpu.VMEM((_SLOTS, num_rows, *qkv.shape[1:]), qkv.dtype),
         tiles=pltpu.VMEM((_SLOTS, shape.round_items, _MAX_TILES, *tile_shape), block.kv_dtype),
         out=pltpu.VMEM((_SLOTS, num_rows, *row_shape), out.dtype),
         top=state,
         total=state,
         acc=state,
-        ids=pltpu.SMEM((_IDS_SLOTS, shape.round_items, 1, PAGE_WINDOW), jnp.int32),
+        ids=pltpu.SMEM((_IDS_SLOTS * shape.round_items * PAGE_WINDOW,), jnp.int32),
         ids_sem=pltpu.SemaphoreType.DMA((_IDS_SLOTS,)),
         page_sem=semaphores,
         row_sem=semaphores,
@@ -157,7 +156,7 @@ def decode_attention(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
             grid=(1,),
-            in_specs=[any_space] * 5,
+            in_specs=[any_space] * 4,
             out_specs=[any_space] * 2,
             scratch_shapes=[
                 buffers,
@@ -169,19 +168,19 @@ def decode_attention(
             jax.ShapeDtypeStruct(out.shape, out.dtype),
             jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
         ],
-        input_output_aliases={num_scalars + 3: 0, num_scalars + 4: 1},
+        input_output_aliases={num_scalars + 2: 0, num_scalars + 3: 1},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="decode_attention",
-    )(*plan, page_windows, q, new_kv, out, kv_pages)
+    )(*plan, page_windows, qkv, out, kv_pages)
 
 
 def _run(shape: DecodeShape, *refs: Any) -> None:
     plan = DecodePlan(*refs[: len(DecodePlan._fields)])
-    windows, q, new_kv, _, _, out, pages, buffers, item, pending = refs[len(plan) :]
-    kernel = _Kernel(shape, plan, windows, q, new_kv, out, pages, buffers, item, pending)
+    windows, qkv, _, _, out, pages, buffers, item, pending = refs[len(plan) :]
+    kernel = _Kernel(shape, plan, windows, qkv, out, pages, buffers, item, pending)
     num_rounds = pl.cdiv(plan.num_items[0], shape.round_items)
     for counter in pending:
         for slot in range(_SLOTS):
@@ -195,11 +194,10 @@ def _run(shape: DecodeShape, *refs: Any) -> None:
 
         def run_round(index: jax.Array, seq: jax.Array) -> jax.Array:
             seq = kernel.start_ids(index + 2, seq)
-            kernel.wait_tiles((index + 1) % _SLOTS)
+            kernel.wait_outputs((index + 1) % _SLOTS)
             kernel.start_inputs(index + 1)
             kernel.wait_inputs(index)
             kernel.finish_blocks(index)
-            kernel.wait_outs(index % _SLOTS)
             kernel.compute(index)
             kernel.start_outs(index)
             return seq
@@ -207,9 +205,7 @@ def _run(shape: DecodeShape, *refs: Any) -> None:
         lax.fori_loop(0, num_rounds, run_round, seq)
         # Stages run ahead of the last round: what they started must land before the kernel ends.
         kernel.wait_ids(num_rounds + 1)
-        for slot in range(_SLOTS):
-            kernel.wait_tiles(slot)
-            kernel.wait_outs(slot)
+        kernel.wait_outputs((num_rounds + 1) % _SLOTS)
 
 
 @dataclass(frozen=True)
@@ -219,8 +215,7 @@ class _Kernel:
     shape: DecodeShape
     plan: DecodePlan
     windows: Any
-    q: Any
-    new_kv: Any
+    qkv: Any
     out: Any
     pages: Any
     buffers: _Buffers
@@ -233,28 +228,26 @@ class _Kernel:
         slot = index % _IDS_SLOTS
         for j in range(self.shape.round_items):
             number = index * self.shape.round_items + j
-            is_item = number < plan.num_items[0]
-            block_index = plan.first_blocks[seq] + number - plan.first_items[seq]
-            first_page = jnp.where(is_item, block_index * block.pages, 0)
-            num_keys = plan.kv_lens[seq] - first_page * block.page_size
-            self.item.num_keys[slot, j] = jnp.where(is_item, num_keys, 0)
-            self.item.q_len[slot, j] = jnp.where(is_item, plan.q_lens[seq], 0)
+            first_page = (number + plan.block_offsets[seq]) * block.pages
+            self.item.num_keys[slot, j] = plan.kv_lens[seq] - first_page * block.page_size
+            self.item.q_len[slot, j] = plan.q_lens[seq]
             self.item.first_row[slot, j] = plan.first_rows[seq]
-            self.item.page_offset[slot, j] = first_page % PAGE_WINDOW
+            self.item.first_id[slot, j] = self._ids_base(slot, j) + first_page % PAGE_WINDOW
             self.item.is_first[slot, j] = (number == plan.first_items[seq]).astype(jnp.int32)
             pltpu.make_async_copy(
-                self.windows.at[plan.seq_ids[seq], first_page // PAGE_WINDOW],
-                self.buffers.ids.at[slot, j],
+                self.windows.at[plan.seq_ids[seq], first_page // PAGE_WINDOW, 0],
+                self.buffers.ids.at[pl.ds(self._ids_base(slot, j), PAGE_WINDOW)],
                 self.buffers.ids_sem.at[slot],
             ).start()
-            is_end = is_item & (number + 1 >= plan.first_items[seq + 1])
-            seq = jnp.where(is_end, jnp.minimum(seq + 1, plan.seq_ids.shape[0] - 1), seq)
+            seq = jnp.where(number + 1 >= plan.first_items[seq + 1], seq + 1, seq)
         return seq
 
     def wait_ids(self, index: Any) -> None:
         """Wait for the page ids of a round, of all its items at once."""
-        ids = self.buffers.ids.at[index % _IDS_SLOTS]
-        pltpu.make_async_copy(ids, ids, self.buffers.ids_sem.at[index % _IDS_SLOTS]).wait()
+        slot = index % _IDS_SLOTS
+        num_ids = self.shape.round_items * PAGE_WINDOW
+        ids = self.buffers.ids.at[pl.ds(self._ids_base(slot, 0), num_ids)]
+        pltpu.make_async_copy(ids, ids, self.buffers.ids_sem.at[slot]).wait()
 
     def start_inputs(self, index: Any) -> None:
         """Fetch the pages, queries and new keys of a round's items."""
@@ -265,22 +258,20 @@ class _Kernel:
         for j in range(self.shape.round_items):
             num_keys, q_len = self.item.num_keys[ids_slot, j], self.item.q_len[ids_slot, j]
             begin, end = block.page_range(num_keys, q_len)
-            offset = self.item.page_offset[ids_slot, j]
+            first_id = self.item.first_id[ids_slot, j]
             for page in range(block.pages):
 
                 @pl.when((begin <= page) & (page < end))
-                def _(j: int = j, page: int = page, offset: Any = offset) -> None:
-                    self._page_copy(
-                        slot, j * block.pages + page, self.buffers.ids[ids_slot, j, 0, offset + page]
-                    ).start()
+                def _(j: int = j, page: int = page, first_id: Any = first_id) -> None:
+                    page_id = self.buffers.ids[first_id + page]
+                    self._page_copy(slot, j * block.pages + page, page_id).start()
 
             for i in range(block.max_q_len):
 
                 @pl.when(i < q_len)
                 def _(j: int = j, i: int = i) -> None:
                     row = self.item.first_row[ids_slot, j] + i
-                    for copy in self._row_copies(slot, j * block.max_q_len + i, row):
-                        copy.start()
+                    self._row_copy(slot, j * block.max_q_len + i, row).start()
 
             num_pages += jnp.maximum(end - begin, 0)
             num_rows += q_len
@@ -292,17 +283,9 @@ class _Kernel:
     def wait_inputs(self, index: Any) -> None:
         """Wait for all inputs of a round: semaphores count bytes, so powers of two will do."""
         slot = index % _SLOTS
-        for buffer, semaphore, num_started in (
-            (self.buffers.pages, self.buffers.page_sem, self.pending.pages[slot]),
-            (self.buffers.q, self.buffers.row_sem, self.pending.rows[slot]),
-            (self.buffers.new_kv, self.buffers.row_sem, self.pending.rows[slot]),
-        ):
-            for count in _powers_of_two(buffer.shape[1]):
-
-                @pl.when((num_started & count) != 0)
-                def _(count: int = count, buffer: Any = buffer, semaphore: Any = semaphore) -> None:
-                    part = buffer.at[slot, pl.ds(0, count)]
-                    pltpu.make_async_copy(part, part, semaphore.at[slot]).wait()
+        buffers, pending = self.buffers, self.pending
+        wait_rows(buffers.pages.at[slot], buffers.page_sem.at[slot], count=pending.pages[slot])
+        wait_rows(buffers.qkv.at[slot], buffers.row_sem.at[slot], count=pending.rows[slot])
 
     def finish_blocks(self, index: Any) -> None:
         """Put new keys and values into their blocks and into HBM, and clear what follows them."""
@@ -331,7 +314,7 @@ class _Kernel:
             rows = pl.ds(j * block.max_q_len, block.max_q_len)
             partial = attend_block(
                 block,
-                buffers.q[slot, rows],
+                buffers.qkv[slot, rows, pl.ds(0, block.num_heads)],
                 buffers.pages.at[slot, pl.ds(j * block.pages, block.pages)],
                 num_keys=self.item.num_keys[ids_slot, j],
                 q_len=self.item.q_len[ids_slot, j],
@@ -363,15 +346,15 @@ class _Kernel:
 
         self.pending.outs[slot] = num_outs
 
-    def wait_outs(self, slot: Any) -> None:
-        """Wait until a slot's output rows have left."""
-        _repeat(self.pending.outs[slot], lambda: self._out_copy(slot, 0, 0).wait())
-        self.pending.outs[slot] = 0
+    def wait_outputs(self, slot: Any) -> None:
+        """Wait until what a slot's last round wrote has left: nothing, unless a sequence ended."""
+        num_outs, num_tiles = self.pending.outs[slot], self.pending.tiles[slot]
 
-    def wait_tiles(self, slot: Any) -> None:
-        """Wait until a slot's new keys and values have left."""
-        _repeat(self.pending.tiles[slot], lambda: self._tile_copy(slot, 0, 0, 0, 0).wait())
-        self.pending.tiles[slot] = 0
+        @pl.when(num_outs + num_tiles > 0)
+        def _() -> None:
+            _repeat(num_outs, lambda: self._out_copy(slot, 0, 0).wait())
+            _repeat(num_tiles, lambda: self._tile_copy(slot, 0, 0, 0, 0).wait())
+            self.pending.tiles[slot] = 0
 
     def _store_new(self, slot: Any, ids_slot: Any, j: Any, num_keys: Any, q_len: Any) -> None:
         block, buffers = self.shape.block, self.buffers
@@ -382,7 +365,8 @@ class _Kernel:
         def store_row(i: jax.Array, carry: None) -> None:
             key = first_new + i
             page, row = j * block.pages + key // block.page_size, key % block.page_size
-            new = buffers.new_kv[slot, j * block.max_q_len + i].astype(jnp.float32)
+            new_rows = pl.ds(block.num_heads, 2 * block.num_kv_heads)
+            new = buffers.qkv[slot, j * block.max_q_len + i, new_rows].astype(jnp.float32)
             rows = pl.ds(pl.multiple_of(row // tile * tile, tile), tile)
             is_row = lax.broadcasted_iota(jnp.int32, (tile, block.head_dim), 0) == row % tile
             for head in range(2 * block.num_kv_heads):
@@ -397,7 +381,7 @@ class _Kernel:
             rows = pl.ds(pl.multiple_of(row, tile), tile)
             # A copy, since the block is cleared below while this is on its way.
             buffers.tiles[slot, j, i] = buffers.pages[slot, j * block.pages + page, :, rows]
-            page_id = buffers.ids[ids_slot, j, 0, self.item.page_offset[ids_slot, j] + page]
+            page_id = buffers.ids[self.item.first_id[ids_slot, j] + page]
             self._tile_copy(slot, j, i, row, page_id).start()
             return carry
 
@@ -437,16 +421,17 @@ class _Kernel:
             lax.fori_loop(begin * page_tiles, pl.cdiv(oldest, tile), clear_tile, None)
             lax.fori_loop(0, begin, clear_page, None)
 
+    def _ids_base(self, slot: Any, j: int) -> Any:
+        return (slot * self.shape.round_items + j) * PAGE_WINDOW
+
     def _page_copy(self, slot: Any, page: Any, page_id: Any) -> Any:
         return pltpu.make_async_copy(
             self.pages.at[page_id], self.buffers.pages.at[slot, page], self.buffers.page_sem.at[slot]
         )
 
-    def _row_copies(self, slot: Any, i: Any, row: Any) -> tuple[Any, Any]:
-        buffers, sem = self.buffers, self.buffers.row_sem.at[slot]
-        return (
-            pltpu.make_async_copy(self.q.at[row], buffers.q.at[slot, i], sem),
-            pltpu.make_async_copy(self.new_kv.at[row], buffers.new_kv.at[slot, i], sem),
+    def _row_copy(self, slot: Any, i: Any, row: Any) -> Any:
+        return pltpu.make_async_copy(
+            self.qkv.at[row], self.buffers.qkv.at[slot, i], self.buffers.row_sem.at[slot]
         )
 
     def _out_copy(self, slot: Any, i: Any, row: Any) -> Any:
@@ -470,6 +455,3 @@ def _repeat(count: Any, action: Any) -> None:
 
     lax.fori_loop(0, count, body, None)
 
-
-def _powers_of_two(limit: int) -> list[int]:
-    return [1 << bit for bit in range(limit.bit_length())]
