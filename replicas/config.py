@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Platform = Literal["auto", "cpu", "tpu"]
-AttentionImpl = Literal["auto", "native", "reference"]
+AttentionImpl = Literal["auto", "native", "pallas", "reference"]
 MatmulImpl = Literal["auto", "native", "xla"]
 RopeKind = Literal["default", "linear", "llama3"]
 
@@ -134,7 +134,8 @@ class EngineConfig:
         max_mixed_tokens: tokens in a step that also contains decode rows: bounds the delay that a
             long prompt adds to running streams.
         enable_prefix_caching: keep full pages of finished sequences for reuse.
-        attention: kernel choice; "auto" is native on CPU where a compiler was found.
+        attention: kernel choice; "auto" is native on CPU where a compiler was found, and pallas on
+            TPU where the kernels take the model.
         matmul: kernel of the weights' matmuls; "auto" is native, with weights packed at load, for
             bfloat16 on one CPU device where a compiler was found.
         tensor_parallel: devices that one model is sharded over.

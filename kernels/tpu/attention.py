@@ -20,6 +20,8 @@ from kernels.tpu.prefill import prefill_attention
 from kernels.tpu.store import store_pages
 from kernels.tpu.tiling import Tiling, choose_tiling
 
+HEAD_DIM = 128
+"""The head size that the kernels take: one row of lanes."""
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
@@ -145,8 +147,8 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array) -> Non
         raise ValueError(
             f"the {num_heads} query heads must be a multiple of {num_kv_heads} kv heads"
         )
-    if head_dim != 128:
-        raise ValueError(f"head_dim must be 128 on TPU, got {head_dim}")
+    if head_dim != HEAD_DIM:
+        raise ValueError(f"head_dim must be {HEAD_DIM} on TPU, got {head_dim}")
     _, num_kv_rows, page_size, page_dim = kv_pages.shape
     if num_kv_rows != 2 * num_kv_heads or page_dim != head_dim:
         raise ValueError(

@@ -22,6 +22,7 @@ give for nothing.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ from kernels.tpu.ragged import copy_rows, powers_of_two, wait_rows
 
 _IDS_SLOTS = 4
 _SLOTS = 2
+_HEADS_AT_ONCE = 4  # KV heads in one body of code: more take the compiler too long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +321,7 @@ class _Kernel:
         block = self.shape.block
         num_keys, q_len = self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
         first, tokens = num_keys - q_len, block.max_q_len  # key that the first query stands at
+        head_step = math.gcd(block.num_kv_heads, _HEADS_AT_ONCE)
         num_subs = self._num_subs(ids_slot)
         begin = jnp.minimum(jnp.maximum(-first, 0) // tokens, num_subs)
         masked_end = num_subs
@@ -327,13 +330,20 @@ class _Kernel:
             masked_end = jnp.clip(pl.cdiv(diagonal, tokens), begin, num_subs)
 
         def attend(is_masked: bool, sub: jax.Array, carry: None) -> None:
-            # One head's products are asked for before the last one's softmax, which hides them.
-            scores = self._scores(slot, sub, 0)
-            for kv_head in range(block.num_kv_heads):
-                own = scores
-                if kv_head + 1 < block.num_kv_heads:
-                    scores = self._scores(slot, sub, kv_head + 1)
-                self._attend(slot, sub, kv_head, own, first + sub * tokens if is_masked else None)
+            position = first + sub * tokens if is_masked else None
+
+            def attend_heads(index: jax.Array, carry: None) -> None:
+                # A head's scores are asked for before the last one's softmax, which hides them.
+                heads = [index * head_step + i for i in range(head_step)]
+                scores = self._scores(slot, sub, heads[0])
+                for kv_head, following in zip(heads, [*heads[1:], None], strict=True):
+                    own = scores
+                    if following is not None:
+                        scores = self._scores(slot, sub, following)
+                    self._attend(slot, sub, kv_head, own, position)
+                return carry
+
+            lax.fori_loop(0, block.num_kv_heads // head_step, attend_heads, None)
             return carry
 
         lax.fori_loop(begin, masked_end, functools.partial(attend, True), None)
@@ -374,7 +384,7 @@ class _Kernel:
         """Wait until the last query block's rows have left."""
         wait_rows(self.buffers.out, self.buffers.out_sem, count=self.buffers.num_outs[0])
 
-    def _scores(self, slot: Any, sub: Any, kv_head: int) -> jax.Array:
+    def _scores(self, slot: Any, sub: Any, kv_head: Any) -> jax.Array:
         return lax.dot_general(
             self.buffers.q_heads[sub, kv_head],
             self._keys_or_values(slot, 2 * kv_head),
@@ -382,12 +392,12 @@ class _Kernel:
             preferred_element_type=jnp.float32,
         )
 
-    def _keys_or_values(self, slot: Any, row: int) -> jax.Array:
+    def _keys_or_values(self, slot: Any, row: Any) -> jax.Array:
         block = self.shape.block
         return self.buffers.pages[slot, :, row].reshape(block.num_keys, block.head_dim)
 
     def _attend(
-        self, slot: Any, sub: Any, kv_head: int, scores: jax.Array, first: Any | None
+        self, slot: Any, sub: Any, kv_head: Any, scores: jax.Array, first: Any | None
     ) -> None:
         """One KV head of one sub-block; its first token stands at key `first`, None for no mask."""
         block = self.shape.block
@@ -410,11 +420,11 @@ class _Kernel:
         partial = (jnp.broadcast_to(top, product.shape), sum_by_lane(weights), product)
         self._set_state(sub, kv_head, merge_block(self._state(sub, kv_head), partial))
 
-    def _state(self, sub: Any, kv_head: int) -> tuple[jax.Array, ...]:
+    def _state(self, sub: Any, kv_head: Any) -> tuple[jax.Array, ...]:
         buffers = self.buffers
         return tuple(ref[sub, kv_head] for ref in (buffers.top, buffers.total, buffers.acc))
 
-    def _set_state(self, sub: Any, kv_head: int, state: tuple[jax.Array, ...]) -> None:
+    def _set_state(self, sub: Any, kv_head: Any, state: tuple[jax.Array, ...]) -> None:
         buffers = self.buffers
         for ref, value in zip((buffers.top, buffers.total, buffers.acc), state, strict=True):
             ref[sub, kv_head] = value

@@ -20,8 +20,8 @@ _VMEM_BYTES = 48 << 20
 _BLOCK_KEYS = 1024
 _ROUND_BYTES = 8 << 20
 _MAX_ROUND_ITEMS = 8
-_SUB_ROWS = 128
-_SUBS = 4
+_SUB_ROWS = 256
+_SUBS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,8 @@ def choose_tiling(
     """Choose sizes for a shape.
 
     A decode round reads about 8 MiB: enough work to hide one block's latencies behind another's.
-    A prefill sub-block has 128 rows per KV head: fewer and loading keys costs more than using them,
-    more and scores spill.
+    A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using them;
+    with more, scores spill.
     """
     block_keys = max(_BLOCK_KEYS, page_size)
     block_bytes = 2 * num_kv_heads * block_keys * LANES * jnp.dtype(kv_dtype).itemsize
