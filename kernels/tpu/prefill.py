@@ -38,7 +38,8 @@ from kernels.tpu.ragged import copy_rows, powers_of_two, wait_rows
 
 _IDS_SLOTS = 4
 _SLOTS = 2
-_HEADS_AT_ONCE = 4  # KV heads in one body of code: more take the compiler too long
+HEADS_AT_ONCE = 4
+"""KV heads in one body of code, if they divide: more take the compiler too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +322,7 @@ class _Kernel:
         block = self.shape.block
         num_keys, q_len = self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
         first, tokens = num_keys - q_len, block.max_q_len  # key that the first query stands at
-        head_step = math.gcd(block.num_kv_heads, _HEADS_AT_ONCE)
+        head_step = math.gcd(block.num_kv_heads, HEADS_AT_ONCE)
         num_subs = self._num_subs(ids_slot)
         begin = jnp.minimum(jnp.maximum(-first, 0) // tokens, num_subs)
         masked_end = num_subs

@@ -157,13 +157,14 @@ class ModelRunner:
 
     def _load_program(self, bucket: Bucket) -> Any:
         def compile_() -> jax.stages.Compiled:
-            return self._lower(bucket).compile()
+            return self.lower(bucket, self._params, self._state).compile()
 
         if self._store is None:
             return compile_()
         return self._store.load_or_compile(repr(bucket), compile_)
 
-    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+    def lower(self, bucket: Bucket, params: Any, state: DeviceState) -> jax.stages.Lowered:
+        """Trace and lower the program of a bucket; shapes in place of arrays will do."""
         layout = self._layouts[bucket]
 
         def step(
@@ -172,7 +173,7 @@ class ModelRunner:
             return self._step(params, state, packed, layout)
 
         packed = jax.ShapeDtypeStruct((layout.size,), jnp.int32, sharding=self._replicated)
-        return jax.jit(step, donate_argnums=1).lower(self._params, self._state, packed)
+        return jax.jit(step, donate_argnums=1).lower(params, state, packed)
 
     def _step(
         self,
