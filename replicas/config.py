@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Platform = Literal["auto", "cpu", "tpu"]
-AttentionImpl = Literal["auto", "native", "reference"]
+AttentionImpl = Literal["auto", "native", "pallas", "reference"]
 MatmulImpl = Literal["auto", "native", "xla"]
 Quantization = Literal["none", "int8"]
 Speculation = Literal["none", "prompt_lookup"]
@@ -145,7 +145,8 @@ class EngineConfig:
         max_mixed_tokens: tokens in a step that also contains decode rows: bounds the delay that a
             long prompt adds to running streams.
         enable_prefix_caching: keep full pages of finished sequences for reuse.
-        attention: kernel choice; "auto" is native on CPU where a compiler was found.
+        attention: kernel choice; "auto" is native on CPU where a compiler was found, and pallas on
+            TPU where the kernels take the model.
         quantization: "int8": matmul weights, the output head's included, become 8-bit integers at
             load, and so do their inputs, row by row. Embedding, norms and cache keep `dtype`.
         matmul: kernel of the weights' matmuls; "auto" is native, with weights packed at load, for

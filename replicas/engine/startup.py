@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import reference
 from kernels.cpu import library
+from kernels.tpu import attention as tpu_attention
 from replicas.config import CompilerOption, EngineConfig, ModelConfig
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
@@ -102,6 +103,8 @@ def resolve_config(
     attention = config.attention
     if attention == "auto":
         attention = "native" if platform == "cpu" and has_native else "reference"
+        if platform == "tpu" and model_config.head_dim == tpu_attention.HEAD_DIM:
+            attention = "pallas"
     matmul = config.matmul
     if matmul == "auto":
         is_native = platform == "cpu" and has_native and config.has_packable_weights
@@ -387,6 +390,8 @@ def _attention(config: EngineConfig) -> AttentionFn:
         from kernels.cpu import attention
 
         return attention.ragged_paged_attention
+    if config.attention == "pallas":
+        return tpu_attention.ragged_paged_attention
     return reference.ragged_paged_attention
 
 

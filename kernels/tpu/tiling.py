@@ -1,0 +1,104 @@
+"""Block sizes of the TPU attention kernels, and the memory they take.
+
+Chosen by the static cost of the compiled kernels (docs/tpu.md has the table), within the smallest
+VMEM of the generations that we compile for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from kernels.tpu.block import LANES, BlockShape
+from kernels.tpu.decode import DecodeShape
+from kernels.tpu.prefill import PrefillShape
+
+_VMEM_BYTES = 48 << 20
+"""Limit of a kernel: three quarters of a TPU7x core's 64 MiB; v5e and v6e have 128 MiB."""
+_BLOCK_KEYS = 1024
+_ROUND_BYTES = 8 << 20
+_MAX_ROUND_ITEMS = 8
+_SUB_ROWS = 256
+_SUBS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiling:
+    """Sizes that a kernel can be built with.
+
+    Attributes:
+        block_keys: keys of a block; a row's sums depend on it.
+        round_items: blocks that decode computes at once.
+        decode_q_len: new tokens of a sequence up to which decode takes it, 1 to 8.
+        sub_tokens: tokens whose scores prefill computes at once, a multiple of 8.
+        query_tokens: tokens of a prefill query block.
+        vmem_limit_bytes: what the compiler may use.
+    """
+
+    block_keys: int
+    round_items: int
+    decode_q_len: int
+    sub_tokens: int
+    query_tokens: int
+    vmem_limit_bytes: int = _VMEM_BYTES
+
+    def shapes(
+        self,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        kv_dtype: Any,
+        sm_scale: float,
+        sliding_window: int | None,
+    ) -> tuple[DecodeShape, PrefillShape]:
+        """Static shapes of the decode and the prefill kernel."""
+
+        def block(max_q_len: int) -> BlockShape:
+            return BlockShape(
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                page_size=page_size,
+                pages=self.block_keys // page_size,
+                max_q_len=max_q_len,
+                kv_dtype=kv_dtype,
+                sm_scale=sm_scale,
+                sliding_window=sliding_window,
+            )
+
+        return (
+            DecodeShape(block=block(self.decode_q_len), round_items=self.round_items),
+            PrefillShape(block=block(self.sub_tokens), query_tokens=self.query_tokens),
+        )
+
+
+def choose_tiling(
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    page_size: int,
+    kv_dtype: Any,
+    decode_q_len: int = 1,
+) -> Tiling:
+    """Choose sizes for a shape.
+
+    A decode round reads about 8 MiB: enough work to hide one block's latencies behind another's.
+    A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using
+    them; with more, scores spill.
+    """
+    block_keys = max(_BLOCK_KEYS, page_size)
+    block_bytes = 2 * num_kv_heads * block_keys * LANES * jnp.dtype(kv_dtype).itemsize
+    round_items = max(1, min(_MAX_ROUND_ITEMS, _ROUND_BYTES // block_bytes))
+    group = num_heads // num_kv_heads
+    sub_tokens = max(8, _SUB_ROWS // group // 8 * 8)
+    return Tiling(
+        block_keys=block_keys,
+        round_items=round_items,
+        decode_q_len=decode_q_len,
+        sub_tokens=sub_tokens,
+        query_tokens=_SUBS * sub_tokens,
+    )
