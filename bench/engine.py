@@ -227,6 +227,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--max-num-seqs", type=int, default=64)
+    parser.add_argument(
+        "--memory-share",
+        action="store_true",
+        help="also measure the share of the memory bandwidth that decode steps use",
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--program-store", default=".cache/programs")
     parser.add_argument("--fake-step-ms", type=float, help="replace the device; measures the host")
@@ -281,7 +286,7 @@ def main() -> None:
         }
         print(json.dumps(rounded), flush=True)
     measured: dict[str, Any] = {"results": [asdict(r) for r in results]}
-    if config is not None:
+    if config is not None and args.memory_share:
         measured["memory"] = measure_shares(engine, args, config, concurrencies)
     if args.spread:
         measured["spread"] = spread.measure(engine, num_steps=args.spread)

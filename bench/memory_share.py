@@ -9,6 +9,7 @@ not from what an implementation keeps.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from dataclasses import dataclass
@@ -74,16 +75,18 @@ def kv_bytes_per_token(config: EngineConfig) -> int:
 def measure_share(
     engine: Engine[Any], requests: list[GenerateRequest], config: EngineConfig
 ) -> MemoryShare:
-    """Decode all requests at once, reading memory between bursts of steps; runs them to the end.
+    """Decode all requests at once, reading memory between bursts of steps; then abort them.
 
     Args:
         engine: warmed up and idle.
-        requests: of equal prompt lengths; each long enough for the rounds to fit.
+        requests: of equal prompt lengths; they generate as long as the model lets them.
         config: what the engine was built from.
     """
+    limit = engine.model_info.max_request_tokens
     for request in requests:
-        engine.validate(request)
-        engine.add(request)
+        max_tokens = limit - len(request.prompt_token_ids)
+        sampling = dataclasses.replace(request.sampling, max_tokens=max_tokens)
+        engine.add(dataclasses.replace(request, sampling=sampling))
     num_tokens = sum(len(request.prompt_token_ids) for request in requests)
     while engine.load().num_pending_prefill_tokens > 0:
         num_tokens += sum(len(delta.token_ids) for delta in engine.step().deltas)
@@ -104,7 +107,8 @@ def measure_share(
             step_s.append(time.perf_counter() - began_s)
             num_tokens += sum(len(delta.token_ids) for delta in deltas)
             contexts.append(num_tokens)
-    assert engine.has_work, "requests ended before the measurement did: give them more tokens"
+    for request in requests:
+        engine.abort(request.request_id)
     while engine.has_work:
         engine.step()
     median_s = statistics.median(step_s)
