@@ -114,7 +114,9 @@ def make_requests(tokenizer: Tokenizer, kind: str, max_tokens: int) -> list[Gene
     assert tokenizer.chat_template is not None, "the bench needs a model with a chat template"
     requests: list[GenerateRequest] = []
     for index, chat in enumerate(chats):
-        text = tokenizer.chat_template.render([ChatMessage(role="user", content=chat)])
+        text = tokenizer.chat_template.render(
+            [ChatMessage.model_validate({"role": "user", "content": chat})]
+        )
         requests.append(
             GenerateRequest(
                 request_id=str(index),
