@@ -140,7 +140,7 @@ def _shapes(tiling: Tiling) -> Any:
 def _decode(tiling: Tiling) -> Callable[..., Any]:
     shape, _ = _shapes(tiling)
 
-    def decode(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):  # noqa: ANN001, ANN202
+    def decode(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):
         plan = plan_decode(
             kv_lens,
             cu_q_lens,
@@ -161,7 +161,7 @@ def _decode(tiling: Tiling) -> Callable[..., Any]:
 def _prefill(tiling: Tiling) -> Callable[..., Any]:
     _, shape = _shapes(tiling)
 
-    def prefill(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):  # noqa: ANN001, ANN202
+    def prefill(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):
         plan = plan_prefill(
             kv_lens,
             cu_q_lens,
@@ -182,7 +182,7 @@ def _prefill(tiling: Tiling) -> Callable[..., Any]:
     return prefill
 
 
-def _store(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):  # noqa: ANN001, ANN202
+def _store(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):
     plan = plan_store(
         kv_lens,
         page_indices,

@@ -1,4 +1,4 @@
-"""The engine's step programs compiled for TPUs over abstract weights: do they fit, what do they cost.
+"""The engine's step programs compiled for TPUs over abstract weights: their fit and their cost.
 
 Nothing is allocated: parameters and pages are shapes. A step's time is predicted from bytes and
 FLOP of the model's own sizes and from the attention kernel's bundles, not from XLA's estimate,
@@ -123,9 +123,12 @@ def measure_program(name: str, *, bundles_per_mib: float) -> ProgramRow:
     """
     workload = WORKLOADS[name]
     chip = tpu_target.chip(workload.chip)
-    page_bytes = bytes_per_page(
-        LLAMA_8B, page_size=PAGE_SIZE, dtype=jnp.bfloat16, num_shards=workload.num_devices
-    ) // workload.num_devices
+    page_bytes = (
+        bytes_per_page(
+            LLAMA_8B, page_size=PAGE_SIZE, dtype=jnp.bfloat16, num_shards=workload.num_devices
+        )
+        // workload.num_devices
+    )
     param_bytes = _param_bytes(workload.num_devices)
     num_pages = int((chip.hbm_bytes * HBM_SHARE - param_bytes) // page_bytes)
     started_s = time.monotonic()
@@ -181,8 +184,11 @@ def _predict(
         kv_bytes / chip.hbm_bytes_per_s, kv_bytes / 2**20 * bundles_per_mib / chip.clock_hz
     )
     # Residual stream, norms, projections and activations between fused operations, in f32.
-    activation_bytes = 4 * workload.num_seqs * config.num_layers * (
-        8 * config.hidden_size + 3 * config.intermediate_size // workload.num_devices
+    activation_bytes = (
+        4
+        * workload.num_seqs
+        * config.num_layers
+        * (8 * config.hidden_size + 3 * config.intermediate_size // workload.num_devices)
     )
     launch_s = 3 * config.num_layers * LAUNCH_S
     collective_s = 0.0
@@ -200,59 +206,57 @@ def _compile(workload: Workload, num_pages: int) -> tuple[Any, int]:
     num_devices = workload.num_devices
     family = get_family(LLAMA_8B)
     specs = family.param_specs(LLAMA_8B, num_shards=num_devices)
-    with tpu_target.target(workload.chip, num_devices=num_devices) as devices:
-        mesh = Mesh(np.array(devices), (TENSOR_AXIS,))
-        forward = shard_forward(family.forward, mesh, specs)
-        compute_logits = shard_logits(family.compute_logits, mesh, specs)
-        model = Model(
-            forward=lambda params, kv_pages, inputs: forward(
-                params, kv_pages, inputs, LLAMA_8B, attention=ragged_paged_attention
-            ),
-            compute_logits=lambda params, hidden: compute_logits(params, hidden, LLAMA_8B),
-        )
-        whole = (
-            SingleDeviceSharding(devices[0])
-            if num_devices == 1
-            else NamedSharding(mesh, PartitionSpec())
-        )
-        shardings = param_shardings(specs, mesh)
-        params = jax.tree.map(
-            lambda spec, sharding: jax.ShapeDtypeStruct(
-                spec.shape,
-                spec.abstract(jnp.bfloat16).dtype,
-                sharding=whole if num_devices == 1 else sharding,
-            ),
-            specs,
-            shardings,
-            is_leaf=lambda node: isinstance(node, ParamSpec),
-        )
-        pages = jax.ShapeDtypeStruct(
-            kv_pages_shape(
-                LLAMA_8B, num_pages=num_pages, page_size=PAGE_SIZE, num_shards=num_devices
-            ),
-            jnp.bfloat16,
-            sharding=whole if num_devices == 1 else kv_pages_sharding(mesh),
-        )
-        config = EngineConfig(
-            model="",
-            platform="tpu",
-            page_size=PAGE_SIZE,
-            num_pages=num_pages,
-            max_num_seqs=workload.num_seqs,
-            max_model_len=max(8192, workload.context),
-            max_mixed_tokens=workload.num_seqs,
-            max_num_batched_tokens=512,
-        )
-        state = DeviceState(
-            kv_pages=(pages,) * LLAMA_8B.num_layers,
-            last_token_ids=jax.ShapeDtypeStruct((workload.num_seqs + 1,), jnp.int32, sharding=whole),
-        )
-        runner = ModelRunner(
-            model, config, params=params, kv_pages=(), replicated=None, store=None
-        )
-        bucket = Bucket(num_tokens=workload.num_seqs, num_seqs=workload.num_seqs)
+    devices = tpu_target.get_devices(workload.chip, num_devices)
+    mesh = Mesh(np.array(devices), (TENSOR_AXIS,))
+    forward = shard_forward(family.forward, mesh, specs)
+    compute_logits = shard_logits(family.compute_logits, mesh, specs)
+    model = Model(
+        forward=lambda params, kv_pages, inputs: forward(
+            params, kv_pages, inputs, LLAMA_8B, attention=ragged_paged_attention
+        ),
+        compute_logits=lambda params, hidden: compute_logits(params, hidden, LLAMA_8B),
+    )
+    whole = (
+        SingleDeviceSharding(devices[0])
+        if num_devices == 1
+        else NamedSharding(mesh, PartitionSpec())
+    )
+    shardings = param_shardings(specs, mesh)
+    params = jax.tree.map(
+        lambda spec, sharding: jax.ShapeDtypeStruct(
+            spec.shape,
+            spec.abstract(jnp.bfloat16).dtype,
+            sharding=whole if num_devices == 1 else sharding,
+        ),
+        specs,
+        shardings,
+        is_leaf=lambda node: isinstance(node, ParamSpec),
+    )
+    pages: Any = jax.ShapeDtypeStruct(
+        kv_pages_shape(LLAMA_8B, num_pages=num_pages, page_size=PAGE_SIZE, num_shards=num_devices),
+        jnp.bfloat16,
+        sharding=whole if num_devices == 1 else kv_pages_sharding(mesh),
+    )
+    config = EngineConfig(
+        model="",
+        platform="tpu",
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        max_num_seqs=workload.num_seqs,
+        max_model_len=max(8192, workload.context),
+        max_mixed_tokens=workload.num_seqs,
+        max_num_batched_tokens=512,
+    )
+    last_token_ids: Any = jax.ShapeDtypeStruct((workload.num_seqs + 1,), jnp.int32, sharding=whole)
+    state = DeviceState(
+        kv_pages=(pages,) * LLAMA_8B.num_layers,
+        last_token_ids=last_token_ids,
+    )
+    runner = ModelRunner(model, config, params=params, kv_pages=(), replicated=None, store=None)
+    bucket = Bucket(num_tokens=workload.num_seqs, num_seqs=workload.num_seqs)
+    with tpu_target.target(workload.chip, num_devices=num_devices):
         lowered = runner.lower(bucket, params, state)
-        return lowered.compile(), len(jax.tree.leaves((params, state))) + 1
+    return lowered.compile(), len(jax.tree.leaves((params, state))) + 1
 
 
 def _param_bytes(num_devices: int) -> int:

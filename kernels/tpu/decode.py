@@ -414,7 +414,9 @@ class _Kernel:
 
         begin, end = block.page_range(num_keys, q_len)
         page_tiles = block.page_size // tile
-        lax.fori_loop(jnp.minimum(num_keys // tile, end * page_tiles), end * page_tiles, clear_tile, None)
+        lax.fori_loop(
+            jnp.minimum(num_keys // tile, end * page_tiles), end * page_tiles, clear_tile, None
+        )
         lax.fori_loop(end, block.pages, clear_page, None)
         if block.sliding_window is not None:
             oldest = block.oldest_key(num_keys, q_len)
@@ -426,7 +428,9 @@ class _Kernel:
 
     def _page_copy(self, slot: Any, page: Any, page_id: Any) -> Any:
         return pltpu.make_async_copy(
-            self.pages.at[page_id], self.buffers.pages.at[slot, page], self.buffers.page_sem.at[slot]
+            self.pages.at[page_id],
+            self.buffers.pages.at[slot, page],
+            self.buffers.page_sem.at[slot],
         )
 
     def _row_copy(self, slot: Any, i: Any, row: Any) -> Any:
@@ -454,4 +458,3 @@ def _repeat(count: Any, action: Any) -> None:
         return carry
 
     lax.fori_loop(0, count, body, None)
-

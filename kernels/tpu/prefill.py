@@ -32,9 +32,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tpu.block import LOG2_E, NO_MAX, BlockShape, merge_block, new_state, normalise, sum_by_lane
+from kernels.tpu.block import (
+    LOG2_E,
+    NO_MAX,
+    BlockShape,
+    merge_block,
+    new_state,
+    normalise,
+    sum_by_lane,
+)
 from kernels.tpu.plan import PAGE_WINDOW, DecodePlan
-from kernels.tpu.ragged import copy_rows, powers_of_two, wait_rows
+from kernels.tpu.ragged import copy_rows, wait_rows
 
 _IDS_SLOTS = 4
 _SLOTS = 2
@@ -264,9 +272,7 @@ class _Kernel:
         begin, end = self.shape.block.page_range(
             self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
         )
-        wait_rows(
-            self.buffers.pages.at[slot], self.buffers.page_sem.at[slot], count=end - begin
-        )
+        wait_rows(self.buffers.pages.at[slot], self.buffers.page_sem.at[slot], count=end - begin)
 
     def begin_queries(self, index: Any) -> None:
         """Before a query block's first item: order its queries by head, and clear the sums."""
@@ -370,7 +376,9 @@ class _Kernel:
 
             lax.fori_loop(0, self._num_subs(ids_slot), end_sub, None)
             self.wait_out()
-            buffers.out[...] = buffers.rows[...].reshape(buffers.out.shape).astype(buffers.out.dtype)
+            buffers.out[...] = (
+                buffers.rows[...].reshape(buffers.out.shape).astype(buffers.out.dtype)
+            )
             copy_rows(
                 buffers.out,
                 self.out,

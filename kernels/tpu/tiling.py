@@ -87,8 +87,8 @@ def choose_tiling(
     """Choose sizes for a shape.
 
     A decode round reads about 8 MiB: enough work to hide one block's latencies behind another's.
-    A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using them;
-    with more, scores spill.
+    A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using
+    them; with more, scores spill.
     """
     block_keys = max(_BLOCK_KEYS, page_size)
     block_bytes = 2 * num_kv_heads * block_keys * LANES * jnp.dtype(kv_dtype).itemsize
