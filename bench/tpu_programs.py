@@ -1,4 +1,4 @@
-"""The engine's step programs compiled for TPUs over abstract weights: do they fit, at what cost?
+"""The engine's step programs compiled for TPUs over abstract weights: their fit and their cost.
 
 Nothing is allocated: parameters and pages are shapes. A step's time is predicted from bytes and
 FLOP of the model's own sizes and from the attention kernel's bundles, not from XLA's estimate,
@@ -205,62 +205,61 @@ def _compile(workload: Workload, num_pages: int) -> tuple[Any, int]:
     num_devices = workload.num_devices
     family = get_family(LLAMA_8B)
     specs = family.param_specs(LLAMA_8B, num_shards=num_devices)
-    with tpu_target.target(workload.chip, num_devices=num_devices) as devices:
-        mesh = Mesh(np.array(devices), (TENSOR_AXIS,))
-        forward = shard_forward(family.forward, mesh, specs)
-        compute_logits = shard_logits(family.compute_logits, mesh, specs)
-        model = Model(
-            forward=lambda params, kv_pages, inputs: forward(
-                params, kv_pages, inputs, LLAMA_8B, attention=ragged_paged_attention
-            ),
-            compute_logits=lambda params, hidden, num_rows: compute_logits(
-                params, hidden, num_rows, LLAMA_8B
-            ),
-        )
-        whole = (
-            SingleDeviceSharding(devices[0])
-            if num_devices == 1
-            else NamedSharding(mesh, PartitionSpec())
-        )
-        shardings = param_shardings(specs, mesh)
-        params = jax.tree.map(
-            lambda spec, sharding: jax.ShapeDtypeStruct(
-                spec.shape,
-                spec.abstract(jnp.bfloat16).dtype,
-                sharding=whole if num_devices == 1 else sharding,
-            ),
-            specs,
-            shardings,
-            is_leaf=lambda node: isinstance(node, ParamSpec),
-        )
-        pages: Any = jax.ShapeDtypeStruct(
-            kv_pages_shape(
-                LLAMA_8B, num_pages=num_pages, page_size=PAGE_SIZE, num_shards=num_devices
-            ),
-            jnp.bfloat16,
-            sharding=whole if num_devices == 1 else kv_pages_sharding(mesh),
-        )
-        config = EngineConfig(
-            model="",
-            platform="tpu",
-            page_size=PAGE_SIZE,
-            num_pages=num_pages,
-            max_num_seqs=workload.num_seqs,
-            max_model_len=max(8192, workload.context),
-            max_mixed_tokens=workload.num_seqs,
-            max_num_batched_tokens=512,
-        )
-        runner = ModelRunner(
-            model,
-            config,
-            params=params,
-            kv_pages=(pages,) * LLAMA_8B.num_layers,
-            replicated=whole,
-            store=None,
-        )
-        bucket = Bucket(num_tokens=workload.num_seqs, num_seqs=workload.num_seqs)
+    devices = tpu_target.get_devices(workload.chip, num_devices)
+    mesh = Mesh(np.array(devices), (TENSOR_AXIS,))
+    forward = shard_forward(family.forward, mesh, specs)
+    compute_logits = shard_logits(family.compute_logits, mesh, specs)
+    model = Model(
+        forward=lambda params, kv_pages, inputs: forward(
+            params, kv_pages, inputs, LLAMA_8B, attention=ragged_paged_attention
+        ),
+        compute_logits=lambda params, hidden, num_rows: compute_logits(
+            params, hidden, num_rows, LLAMA_8B
+        ),
+    )
+    whole = (
+        SingleDeviceSharding(devices[0])
+        if num_devices == 1
+        else NamedSharding(mesh, PartitionSpec())
+    )
+    shardings = param_shardings(specs, mesh)
+    params = jax.tree.map(
+        lambda spec, sharding: jax.ShapeDtypeStruct(
+            spec.shape,
+            spec.abstract(jnp.bfloat16).dtype,
+            sharding=whole if num_devices == 1 else sharding,
+        ),
+        specs,
+        shardings,
+        is_leaf=lambda node: isinstance(node, ParamSpec),
+    )
+    pages: Any = jax.ShapeDtypeStruct(
+        kv_pages_shape(LLAMA_8B, num_pages=num_pages, page_size=PAGE_SIZE, num_shards=num_devices),
+        jnp.bfloat16,
+        sharding=whole if num_devices == 1 else kv_pages_sharding(mesh),
+    )
+    config = EngineConfig(
+        model="",
+        platform="tpu",
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        max_num_seqs=workload.num_seqs,
+        max_model_len=max(8192, workload.context),
+        max_mixed_tokens=workload.num_seqs,
+        max_num_batched_tokens=512,
+    )
+    runner = ModelRunner(
+        model,
+        config,
+        params=params,
+        kv_pages=(pages,) * LLAMA_8B.num_layers,
+        replicated=whole,
+        store=None,
+    )
+    bucket = Bucket(num_tokens=workload.num_seqs, num_seqs=workload.num_seqs)
+    with tpu_target.target(workload.chip, num_devices=num_devices):
         lowered = runner.lower(bucket)
-        return runner.compile(lowered), len(jax.tree.leaves(lowered.in_avals))
+    return runner.compile(lowered), len(jax.tree.leaves(lowered.in_avals))
 
 
 def _param_bytes(num_devices: int) -> int:

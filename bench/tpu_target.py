@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 
@@ -59,20 +59,26 @@ def prepare(init_args: str = "") -> None:
         os.environ["LIBTPU_INIT_ARGS"] = init_args
 
 
+def get_devices(name: str, num_devices: int = 1) -> list[Any]:
+    """Devices of a generation to lay arrays out over; none of them exists."""
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name])
+    return list(topology.devices[:num_devices])
+
+
 @contextlib.contextmanager
 def target(name: str, *, axis: str = "tensor", num_devices: int = 1) -> Iterator[list[Any]]:
     """Make a generation the target of kernels that are lowered inside; yields its devices."""
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[name]).devices[
-        :num_devices
-    ]
+    devices = get_devices(name, num_devices)
     abstract = AbstractDevice(
         platform="tpu",
         device_kind=devices[0].device_kind,
         num_cores=getattr(devices[0], "num_cores", 1) or 1,
     )
-    mesh = AbstractMesh((num_devices,), (axis,), abstract_device=abstract)
+    mesh = AbstractMesh(
+        (num_devices,), (axis,), axis_types=(AxisType.Auto,), abstract_device=abstract
+    )
     with jax.sharding.use_abstract_mesh(mesh):
-        yield list(devices)
+        yield devices
 
 
 def chip(name: str) -> Chip:

@@ -9,6 +9,7 @@ whichever computes it.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ HEAD_DIM = 128
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
+# Traced once however many layers call it: tracing the kernels takes a second.
+@functools.partial(jax.jit, static_argnames=("sm_scale", "sliding_window", "tiling", "interpret"))
 def ragged_paged_attention(
     q: jax.Array,
     k: jax.Array,

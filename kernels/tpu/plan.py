@@ -59,15 +59,11 @@ def plan_decode(
     num_chosen = is_chosen.sum()
     seq_ids = compact(is_chosen)
     is_used = jnp.arange(seq_ids.shape[0]) < num_chosen
-
-    def of_chosen(values: jax.Array) -> jax.Array:
-        return jnp.where(is_used, values[seq_ids], 0)
-
     return _list_items(
         seq_ids,
-        of_chosen(kv_lens),
-        of_chosen(cu_q_lens[:-1]),
-        of_chosen(q_lens),
+        jnp.where(is_used, kv_lens[seq_ids], 0),
+        jnp.where(is_used, cu_q_lens[seq_ids], 0),
+        jnp.where(is_used, q_lens[seq_ids], 0),
         num_chosen,
         block_size=block_size,
         sliding_window=sliding_window,
@@ -91,9 +87,13 @@ def _list_items(
     ends = jnp.cumsum(-(-kv_lens // block_size) - first_blocks)
     first_items = jnp.pad(ends, (1, 1), mode="edge").at[0].set(0)
     is_past = jnp.arange(first_items.shape[0]) > num_used
+    padding = (0, 1)
     return DecodePlan(
-        *(jnp.pad(x, (0, 1)) for x in (seq_ids, kv_lens, first_rows, q_lens)),
-        block_offsets=jnp.pad(first_blocks, (0, 1)) - first_items[:-1],
+        seq_ids=jnp.pad(seq_ids, padding),
+        kv_lens=jnp.pad(kv_lens, padding),
+        first_rows=jnp.pad(first_rows, padding),
+        q_lens=jnp.pad(q_lens, padding),
+        block_offsets=jnp.pad(first_blocks, padding) - first_items[:-1],
         first_items=jnp.where(is_past, _NEVER, first_items),
         num_items=ends[-1:],
     )
@@ -159,14 +159,13 @@ def plan_store(
     page = first_pages[seqs] + index
     begin = jnp.maximum(page * page_size, cached[seqs])
     end = jnp.minimum((page + 1) * page_size, kv_lens[seqs])
-    entries = (
-        page_indices[seqs, page],
-        cu_q_lens[seqs] + begin - cached[seqs],
-        begin - page * page_size,
-        end - begin,
+    return StorePlan(
+        page_ids=jnp.where(is_used, page_indices[seqs, page], 0),
+        first_rows=jnp.where(is_used, cu_q_lens[seqs] + begin - cached[seqs], 0),
+        first_slots=jnp.where(is_used, begin - page * page_size, 0),
+        num_tokens=jnp.where(is_used, end - begin, 0),
+        num_entries=num_entries,
     )
-    used = (jnp.where(is_used, entry, 0) for entry in entries)
-    return StorePlan._make((*used, num_entries))
 
 
 def plan_prefill(

@@ -105,6 +105,13 @@ def resolve_config(
         attention = "native" if platform == "cpu" and has_native else "reference"
         if platform == "tpu" and model_config.head_dim == tpu_attention.HEAD_DIM:
             attention = "pallas"
+    if attention == "pallas" and (
+        platform != "tpu" or model_config.head_dim != tpu_attention.HEAD_DIM
+    ):
+        raise ValueError(
+            f"attention 'pallas' is for TPUs and a head_dim of {tpu_attention.HEAD_DIM}, got "
+            f"{platform!r} and {model_config.head_dim}: set attention to 'auto'"
+        )
     matmul = config.matmul
     if matmul == "auto":
         is_native = platform == "cpu" and has_native and config.has_packable_weights

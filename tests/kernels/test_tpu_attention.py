@@ -13,6 +13,8 @@ from jax.sharding import SingleDeviceSharding
 from bench import tpu_target
 from kernels.tpu.attention import ragged_paged_attention
 from kernels.tpu.tiling import Tiling
+from replicas.config import EngineConfig, ModelConfig
+from replicas.engine.startup import resolve_config
 from tests.kernels.ragged_cases import TOLERANCE, Case, draw, expected_pages, oracle, run
 
 TILING = Tiling(block_keys=128, round_items=2, decode_q_len=1, sub_tokens=8, query_tokens=16)
@@ -95,3 +97,22 @@ def test_refuses_what_it_cannot_compute():
     case = Case(q_lens=(1,), kv_lens=(1,))
     with pytest.raises(ValueError, match="head_dim must be 128"):
         ragged_paged_attention(*draw(case), sm_scale=1.0)
+
+
+def test_engine_takes_the_kernels_on_tpus_and_for_the_heads_that_they_take():
+    sizes = dict.fromkeys(
+        ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"), 8
+    )
+    wide, narrow = (
+        ModelConfig(
+            family="llama", num_kv_heads=8, max_position_embeddings=64, head_dim=dim, **sizes
+        )
+        for dim in (128, 64)
+    )
+    resolve = functools.partial(resolve_config, has_native=False)
+    config = EngineConfig(model="")
+    assert resolve(config, wide, platform="tpu").attention == "pallas"
+    assert resolve(config, narrow, platform="tpu").attention == "reference"
+    assert resolve(config, wide, platform="cpu").attention == "reference"
+    with pytest.raises(ValueError, match="head_dim of 128, got 'tpu' and 64"):
+        resolve(dataclasses.replace(config, attention="pallas"), narrow, platform="tpu")
