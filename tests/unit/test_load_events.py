@@ -86,6 +86,28 @@ async def test_no_change_no_event(subscription: Subscription) -> None:
     assert len(subscription.heard) == 1
 
 
+async def test_a_page_for_the_next_token_is_no_news_but_a_share_of_them_is(
+    subscription: Subscription,
+) -> None:
+    def set_free_pages(num_free_pages: int) -> None:
+        subscription.load = ReplicaLoad(
+            num_slots=4, num_pages=640, num_free_pages=num_free_pages, num_running=1
+        )
+        subscription.events.on_step(subscription.load)
+
+    set_free_pages(640)
+    await until(lambda: len(subscription.heard) == 2)
+    await asyncio.sleep(0.05)
+    set_free_pages(630)
+    await asyncio.sleep(0.05)
+    assert len(subscription.heard) == 2
+    set_free_pages(629)
+    await until(lambda: len(subscription.heard) == 3)
+    latest = subscription.heard[-1]
+    assert isinstance(latest, LoadChanged)
+    assert latest.load.num_free_pages == 629
+
+
 async def test_a_reset_link_comes_back_with_a_report(subscription: Subscription) -> None:
     subscription.set_running(3)
     await until(lambda: len(subscription.heard) == 2)
