@@ -81,7 +81,7 @@ def test_a_condition_that_did_not_come_about_fails_and_a_missing_feature_does_no
 
 def test_variants_follow_the_engine_s_settings() -> None:
     assert list(variants([]))[:2] == ["float32", "bfloat16"]
-    assert setting_values("attention") == ("native", "reference")
+    assert setting_values("quantization") == ("int8",)
     assert setting_values("no_such_setting") is None
     with pytest.raises(ValueError, match="unknown weights 'int3'"):
         variants(["int3"])
