@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.arguments import integers
 from replicas.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.startup import build_engine
@@ -413,7 +414,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--concurrency", type=int, default=32, help="of the batch")
     add("--alone", type=int, default=16, help="how many also run alone, which takes longest")
     add("--both-modes", action="store_true", help="every prompt greedy and sampled, not in turn")
-    add("--chunks", type=_integers, default=[16, 64, 512])
+    add("--chunks", type=integers, default=[16, 64, 512])
     add("--max-model-len", type=int, default=1024)
     add("--program-store", default=".cache/programs")
     add("--out", type=Path, help="JSON file; default: a new one under bench/results/")
@@ -423,10 +424,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _names(text: str) -> list[str]:
     return text.split(",")
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

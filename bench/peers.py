@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report, workloads
+from bench.arguments import integer_range, integers
 from bench.client import LoadClient, check_address
 from bench.measurement import Objective, summarise
 from bench.server_process import ServerCommand, ServerFailed, running
@@ -210,14 +211,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--ours-model", help="default: the first that it lists")
     add("--model", help="the name of both")
     add("--rounds", type=int, default=3)
-    add("--concurrency", type=_integers, default=[1, 4, 16, 32])
+    add("--concurrency", type=integers, default=[1, 4, 16, 32])
     add("--requests-per-stream", type=int, default=3)
     add("--min-requests", type=int, default=4, help="of each level")
     add("--prompt-tokens", type=int, default=100, help="words, with --text")
     add("--max-tokens", type=int, default=128)
     add("--shared-prefix", type=float, default=0.0, help="fraction of the prompt shared by all")
     add("--text", action="store_true", help="prompts of words, for servers that take no token ids")
-    add("--token-ids", type=_range, default=(1000, 30000), help="LOW:HIGH of prompt token ids")
+    add(
+        "--token-ids",
+        type=integer_range,
+        default=(1000, 30000),
+        help="LOW:HIGH of prompt token ids",
+    )
     add("--no-warm", dest="warm", action="store_false", help="one request of warm-up, not a batch")
     add("--load-command", help="another client; {url} {model} {concurrency} {round} are replaced")
     add("--max-seconds", type=float, default=600.0, help="per level")
@@ -226,15 +232,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, help="JSON file; default: a new one under bench/results/")
     add("--no-plot", action="store_true")
     return parser.parse_args(argv)
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    return int(low), int(high)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import processes, report, workloads
+from bench.arguments import integer_range, integers
 from bench.client import LoadClient, check_address
 from bench.measurement import (
     Objective,
@@ -362,9 +363,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=128)
     add("--max-tokens", type=int, default=128, help="output tokens of each request")
     add("--shared-prefix", type=float, default=0.0, help="fraction of the prompt shared by all")
-    add("--token-ids", type=_range, default=(1000, 30000), help="LOW:HIGH of prompt token ids")
+    add(
+        "--token-ids",
+        type=integer_range,
+        default=(1000, 30000),
+        help="LOW:HIGH of prompt token ids",
+    )
     add("--seed", type=int, default=0, help="a prompt sent before may hit the prefix cache")
-    add("--concurrency", type=_integers, default=[1, 2, 4, 8, 16, 32, 64])
+    add("--concurrency", type=integers, default=[1, 2, 4, 8, 16, 32, 64])
     add("--requests-per-stream", type=int, default=4, help="sweep: requests = this x concurrency")
     add("--min-requests", type=int, default=8, help="sweep: at least as many per level")
     add("--repeats", type=int, default=1, help="sweep: times over all levels")
@@ -388,7 +394,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-seconds", type=float, default=600.0, help="per run; unfinished requests fail")
     add("--api-key-file", type=Path, help="file that holds the key (it is not shown by ps)")
     add("--allow-remote", action="store_true", help="allow an address that is not loopback")
-    add("--server-pids", type=_integers, default=[], help="account CPU to these processes")
+    add("--server-pids", type=integers, default=[], help="account CPU to these processes")
     add("--server-match", default="", help="account CPU to processes whose command line matches")
     add("--engine-match", default="replica:Engine", help="groups of processes that are the engine")
     # Ray's processes report every 10 s: less than two of these periods would be a matter of luck.
@@ -403,18 +409,6 @@ def _modes(text: str) -> list[str]:
     if unknown := sorted(set(modes) - set(MODES)):
         raise argparse.ArgumentTypeError(f"unknown mode {unknown[0]!r}, have {', '.join(MODES)}")
     return modes
-
-
-def _integers(text: str) -> list[int]:
-    numbers = [int(part) for part in text.split(",")]
-    if any(number < 1 for number in numbers):
-        raise argparse.ArgumentTypeError(f"need positive integers, got {text!r}")
-    return numbers
-
-
-def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    return int(low), int(high)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import report
+from bench.arguments import integers
 from replicas.config import EngineConfig
 from replicas.engine.engine import Engine
 from replicas.engine.startup import build_engine
@@ -187,7 +188,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--platform", default="cpu", choices=["auto", "cpu", "tpu"])
     add("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add("--requests", type=int, default=2000, help="of each page size")
-    add("--page-sizes", type=_integers, default=[16, 32, 64])
+    add("--page-sizes", type=integers, default=[16, 32, 64])
     add("--pool-tokens", type=int, default=1024, help="KV pages hold so many tokens")
     add("--max-model-len", type=int, default=512)
     add("--max-num-seqs", type=int, default=32)
@@ -197,10 +198,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--program-store", default=".cache/programs")
     add("--out", type=Path, help="JSON file; default: a new one under bench/results/")
     return parser.parse_args(argv)
-
-
-def _integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

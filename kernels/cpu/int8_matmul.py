@@ -11,10 +11,10 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from kernels.cpu import library
+from kernels.cpu.operands import check_operands
 from kernels.int8_reference import quantize_weight
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _GROUP = 32  # outputs whose weights lie together; as kInt8Group in src/int8_matmul.h
 _WORD = 4  # inputs whose weights lie together
 _OFFSET = 128  # stored bytes are unsigned: the weight plus this
-_FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 @jax.tree_util.register_dataclass
@@ -178,22 +177,14 @@ def _call(
     out_dtype: DTypeLike | None,
     is_silu: bool,
 ) -> jax.Array:
-    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    for name, value in (("x", x.dtype), ("the output", dtype)):
-        if value not in _FLOATS:
-            raise TypeError(f"{name} must be bfloat16 or float32, got {value}")
-    if x.ndim != 2 or x.shape[1] != weight.num_inputs:
-        raise ValueError(
-            f"packed weights of K = {weight.num_inputs} inputs need x [T, K], got {x.shape}"
-        )
-    if weight.groups.ndim != (4 if weight.layer is None else 5):
-        raise ValueError(f"layer {weight.layer} of packed weights of shape {weight.groups.shape}")
-    if num_rows is None:
-        num_rows = jnp.full(1, x.shape[0], jnp.int32)
-    if num_rows.dtype != jnp.int32:
-        raise TypeError(f"num_rows must be int32, got {num_rows.dtype}")
-    if num_rows.shape != (1,):
-        raise ValueError(f"num_rows must be [1], got shape {num_rows.shape}")
+    num_rows, dtype = check_operands(
+        x,
+        weight.groups,
+        num_rows,
+        num_inputs=weight.num_inputs,
+        layer=weight.layer,
+        out_dtype=out_dtype,
+    )
     library.load()
     result = jax.ShapeDtypeStruct((x.shape[0], weight.num_outputs), dtype)
     return jax.ffi.ffi_call("systole_int8_linear", result)(

@@ -16,12 +16,12 @@ import ml_dtypes
 import numpy as np
 
 from kernels.cpu import library
+from kernels.cpu.operands import check_operands
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 _GROUP = 32  # outputs whose weights lie together; as kGroup in src/matmul.h
-_FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 @jax.tree_util.register_dataclass
@@ -138,25 +138,17 @@ def _call(
     out_dtype: DTypeLike | None,
     is_silu: bool,
 ) -> jax.Array:
-    dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
-    for name, value in (("x", x.dtype), ("the output", dtype)):
-        if value not in _FLOATS:
-            raise TypeError(f"{name} must be bfloat16 or float32, got {value}")
     groups = weight.groups
     if groups.dtype != jnp.bfloat16:
         raise TypeError(f"packed weights must be bfloat16, got {groups.dtype}")
-    num_layers = groups.shape[0] if groups.ndim == 5 else None
-    if weight.layer not in ([None] if num_layers is None else range(num_layers)):
-        raise ValueError(f"layer {weight.layer} of packed weights of shape {groups.shape}")
-    num_inputs = 2 * groups.shape[-3]
-    if x.ndim != 2 or x.shape[1] != num_inputs:
-        raise ValueError(f"packed weights of K = {num_inputs} inputs need x [T, K], got {x.shape}")
-    if num_rows is None:
-        num_rows = jnp.full(1, x.shape[0], jnp.int32)
-    if num_rows.dtype != jnp.int32:
-        raise TypeError(f"num_rows must be int32, got {num_rows.dtype}")
-    if num_rows.shape != (1,):
-        raise ValueError(f"num_rows must be [1], got shape {num_rows.shape}")
+    num_rows, dtype = check_operands(
+        x,
+        groups,
+        num_rows,
+        num_inputs=2 * groups.shape[-3],
+        layer=weight.layer,
+        out_dtype=out_dtype,
+    )
     library.load()
     result = jax.ShapeDtypeStruct((x.shape[0], weight.num_outputs), dtype)
     call = jax.ffi.ffi_call("systole_linear", result)

@@ -26,7 +26,7 @@ from replicas.engine.sampler import sample
 from replicas.engine.scheduler import StepPlan
 from replicas.engine.speculation import VerifyLayout, text_shapes
 from replicas.engine.step import DeviceState, PackedLayout, SlotTable, Texts
-from replicas.models.kv_cache import KVPages
+from replicas.models.kv_cache import KVPages, zeros
 
 ProgressFn = Callable[[str, int, int], None]
 
@@ -135,16 +135,10 @@ class ModelRunner:
                 num_slots=config.max_num_seqs,
                 sharding=replicated,
             )
-        self._state = DeviceState(kv_pages, last_token_ids, texts)
+        slots = (last_token_ids, texts)
         if isinstance(pages, jax.Array):
-            self._state = jax.tree.map(
-                lambda leaf: (
-                    leaf
-                    if isinstance(leaf, jax.Array)
-                    else jnp.zeros(leaf.shape, leaf.dtype, device=replicated)
-                ),
-                self._state,
-            )
+            slots = zeros(slots)
+        self._state = DeviceState(kv_pages, *slots)
         self._max_mixed_tokens = config.max_mixed_tokens
         self._buckets = make_buckets(
             max_num_seqs=config.max_num_seqs + num_draft_rows,

@@ -32,7 +32,7 @@ from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.program_key import describe_environment, hash_parts, hash_sources
 from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
-from replicas.models.kv_cache import abstract_kv_pages, allocate_kv_pages, bytes_per_page
+from replicas.models.kv_cache import abstract_kv_pages, bytes_per_page, zeros
 from replicas.models.packing import abstract_packed_params, pack_params
 from replicas.models.quantize import abstract_quantized_params, quantize_params
 from replicas.models.registry import get_family, load_model_config
@@ -101,13 +101,12 @@ def resolve_config(
                 f"kv_cache_bytes {config.kv_cache_bytes} holds no page of {page_bytes} bytes"
             )
     attention = config.attention
+    has_pallas = platform == "tpu" and model_config.head_dim == tpu_attention.HEAD_DIM
     if attention == "auto":
         attention = "native" if platform == "cpu" and has_native else "reference"
-        if platform == "tpu" and model_config.head_dim == tpu_attention.HEAD_DIM:
+        if has_pallas:
             attention = "pallas"
-    if attention == "pallas" and (
-        platform != "tpu" or model_config.head_dim != tpu_attention.HEAD_DIM
-    ):
+    if attention == "pallas" and not has_pallas:
         raise ValueError(
             f"attention 'pallas' is for TPUs and a head_dim of {tpu_attention.HEAD_DIM}, got "
             f"{platform!r} and {model_config.head_dim}: set attention to 'auto'"
@@ -233,8 +232,6 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
 def build_abstract_runner(plan: EnginePlan) -> ModelRunner:
     """Return a runner of shapes only: it lowers the plan's programs and holds no weights."""
     config, model_config = plan.config, plan.model_config
-    assert config.page_size is not None
-    assert config.num_pages is not None
     dtype, is_sharded = jnp.dtype(config.dtype), plan.mesh.size > 1
     specs = _param_specs(plan)
     params = abstract_params(
@@ -248,23 +245,12 @@ def build_abstract_runner(plan: EnginePlan) -> ModelRunner:
         params = abstract_quantized_params(params, model_config, is_native=is_native)
     elif config.matmul == "native":
         params = abstract_packed_params(params, model_config)
-    kv_pages = abstract_kv_pages(
-        model_config,
-        num_pages=config.num_pages,
-        page_size=config.page_size,
-        dtype=dtype,
-        num_shards=config.tensor_parallel,
-        sharding=kv_pages_sharding(plan.mesh) if is_sharded else None,
-        is_stacked=config.attention == "native" and not is_sharded,
-    )
-    return _make_runner(plan, params, kv_pages)
+    return _make_runner(plan, params, _kv_page_shapes(plan))
 
 
 def _build_runner(plan: EnginePlan, report: ProgressFn) -> ModelRunner:
     """Lay weights and pages out over the mesh of this replica."""
     config, model_config = plan.config, plan.model_config
-    assert config.page_size is not None
-    assert config.num_pages is not None
     dtype, is_sharded = jnp.dtype(config.dtype), plan.mesh.size > 1
     specs = _param_specs(plan)
     params = load_params(
@@ -279,16 +265,22 @@ def _build_runner(plan: EnginePlan, report: ProgressFn) -> ModelRunner:
         params = quantize_params(params, model_config, is_native=config.matmul == "native")
     elif config.matmul == "native":
         params = pack_params(params, model_config)
-    kv_pages = allocate_kv_pages(
-        model_config,
+    return _make_runner(plan, params, zeros(_kv_page_shapes(plan)))
+
+
+def _kv_page_shapes(plan: EnginePlan) -> Any:
+    config, is_sharded = plan.config, plan.mesh.size > 1
+    assert config.page_size is not None
+    assert config.num_pages is not None
+    return abstract_kv_pages(
+        plan.model_config,
         num_pages=config.num_pages,
         page_size=config.page_size,
-        dtype=dtype,
+        dtype=jnp.dtype(config.dtype),
         num_shards=config.tensor_parallel,
         sharding=kv_pages_sharding(plan.mesh) if is_sharded else None,
         is_stacked=config.attention == "native" and not is_sharded,
     )
-    return _make_runner(plan, params, kv_pages)
 
 
 def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:

@@ -68,7 +68,14 @@ def allocate_kv_pages(
         sharding=sharding,
         is_stacked=is_stacked,
     )
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=sharding), pages)
+    return zeros(pages)
+
+
+def zeros[T](shapes: T) -> T:
+    """Allocate a tree of shapes, each leaf straight in its sharding."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes
+    )
 
 
 def abstract_kv_pages(
