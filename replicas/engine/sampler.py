@@ -5,8 +5,9 @@ neighbours: every branch below is taken per row, and a `lax.cond` only skips wor
 Invariant: the support is exact. Tokens tied with the last one that top-k or top-p keeps are kept
 too.
 
-Sorting a vocabulary costs more than a small model's step on CPU, so most rows are decided from
-their few best candidates; one that needs the whole vocabulary goes through it in a group of 8 rows.
+Sorting a vocabulary costs more than a small model's step on CPU, so nothing does: a row with a
+top-k is decided from its few best candidates; any other draws from the whole vocabulary, in a group
+of 8 rows, and top-p only says whether to draw again.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ def _sample_random(
 ) -> Int32[Array, " S"]:
     """Draw every row; rows that are not random get an arbitrary token."""
     uniforms = _uniforms(arrays)
-    has_top_k, has_top_p = _has_top_k(arrays, logits.shape[1]), arrays.top_p < 1
+    is_narrow = _has_top_k(arrays, logits.shape[1]) & (arrays.top_k <= _NUM_CANDIDATES)
     tokens, is_decided = lax.cond(
-        jnp.any(is_random & (has_top_k | has_top_p)),
-        lambda: _sample_candidates(logits, arrays, uniforms, is_random),
+        jnp.any(is_random & is_narrow),
+        lambda: _sample_candidates(logits, arrays, uniforms),
         lambda: (jnp.zeros_like(arrays.top_k), jnp.zeros_like(is_random)),
     )
     is_needy = is_random & ~is_decided
@@ -85,11 +86,15 @@ def _sample_random(
     )
 
 
-def _uniforms(arrays: SamplingArrays) -> Float32[Array, "S 2"]:
-    """Draw two numbers in [0, 1) per row from fold_in(seed, position)."""
+def _uniforms(
+    arrays: SamplingArrays, attempt: UInt32[Array, ""] | None = None
+) -> Float32[Array, "S 2"]:
+    """Draw two numbers in [0, 1) per row from fold_in(seed, position), others for each attempt."""
 
     def row(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        if attempt is not None:
+            key = jax.random.fold_in(key, attempt)
         return jax.random.uniform(key, (2,))
 
     return jax.vmap(row)(arrays.seeds, arrays.positions)
@@ -99,12 +104,10 @@ def _sample_candidates(
     logits: Float32[Array, "S V"],
     arrays: SamplingArrays,
     uniforms: Float32[Array, "S 2"],
-    is_random: Bool[Array, " S"],
 ) -> tuple[Int32[Array, " S"], Bool[Array, " S"]]:
     """Draw from the best candidates; also say which rows these candidates decide.
 
-    A row is decided when all tokens that it may keep are among its candidates: a top-k below their
-    number, or a nucleus that ends before they do. An equal logit might wait behind the last
+    Those are the rows whose top-k is among them. An equal logit might wait behind the last
     candidate, so the last kept one must exceed it.
     """
     values, token_ids = _top_candidates(logits)
@@ -117,27 +120,17 @@ def _sample_candidates(
     has_top_k, has_top_p = _has_top_k(arrays, logits.shape[1]), arrays.top_p < 1
     kth = jnp.clip(arrays.top_k - 1, 0, num_candidates - 1)
     kth_value = jnp.take_along_axis(values, kth[:, None], axis=1)[:, 0]
-    is_top_k_decided = has_top_k & (arrays.top_k <= num_candidates) & (kth_value > last)
-    weights = jnp.where(has_top_k[:, None] & (values < kth_value[:, None]), 0.0, weights)
+    is_decided = has_top_k & (arrays.top_k <= num_candidates) & (kth_value > last)
+    weights = jnp.where(values < kth_value[:, None], 0.0, weights)
 
-    needs_total = is_random & has_top_p & ~has_top_k
-    total = lax.cond(
-        jnp.any(needs_total),
-        lambda: row_sum(_vocabulary_weights(logits, arrays.temperature)),
-        lambda: jnp.zeros_like(arrays.temperature),
-    )
-    total = jnp.where(has_top_k, row_sum(weights), total)
     mass = jnp.cumsum(weights, axis=1)
     # The nucleus ends at the first token whose cumulative mass reaches top_p.
-    end = jnp.sum(mass < (arrays.top_p * total)[:, None], axis=1)
+    end = jnp.sum(mass < (arrays.top_p * row_sum(weights))[:, None], axis=1)
     end_value = jnp.take_along_axis(values, jnp.minimum(end, num_candidates - 1)[:, None], axis=1)
-    is_nucleus_decided = (end < num_candidates) & (end_value[:, 0] > last)
     weights = jnp.where(has_top_p[:, None] & (values < end_value), 0.0, weights)
 
     chosen = _draw(weights, uniforms[:, 0])
-    tokens = jnp.take_along_axis(token_ids, chosen[:, None], axis=1)[:, 0]
-    is_decided = jnp.where(has_top_k, is_top_k_decided, has_top_p & is_nucleus_decided)
-    return tokens, is_decided
+    return jnp.take_along_axis(token_ids, chosen[:, None], axis=1)[:, 0], is_decided
 
 
 def _sample_vocabulary(
@@ -171,38 +164,74 @@ def _sample_vocabulary(
 def _draw_from_vocabulary(
     logits: Float32[Array, "G V"], arrays: SamplingArrays, uniforms: Float32[Array, "G 2"]
 ) -> Int32[Array, " G"]:
-    """Draw by a two-level inverse CDF: a block of the vocabulary, then a token of the block."""
+    """Draw from all tokens; while the drawn one is cut off, draw again from those above it.
+
+    Whether top-k or top-p cuts a token off follows from what is above it, so no threshold is
+    needed. A rejected token is cut off with everything below it, and a draw among the rest has the
+    right distribution. Rejected mass shrinks by a random fraction each time: a few rounds suffice.
+    """
     vocab_size = logits.shape[1]
     has_top_k, has_top_p = _has_top_k(arrays, vocab_size), arrays.top_p < 1
-    order = _order_preserving_bits(logits)
     weights = _vocabulary_weights(logits, arrays.temperature)
+    # Only where both are given does top-p need to know what top-k keeps in all.
+    has_both = has_top_k & has_top_p
+    weights = lax.cond(
+        jnp.any(has_both),
+        lambda: jnp.where(has_both[:, None], _keep_top_k(logits, weights, arrays.top_k), weights),
+        lambda: weights,
+    )
+    num_kept = jnp.where(has_top_k & ~has_top_p, arrays.top_k, vocab_size)
+    block_sums = _sum_blocks(weights)
+    mass_kept = jnp.where(has_top_p, arrays.top_p * jnp.sum(block_sums, axis=1), jnp.inf)
 
-    def keep_top_k() -> Array:
-        wanted = jnp.where(has_top_k, arrays.top_k, vocab_size)
-        smallest = _largest_threshold(
-            lambda threshold: jnp.sum(order >= threshold[:, None], axis=1) >= wanted, order
+    def draw(block_sums: Array, floor: Array, uniforms: Array) -> Array:
+        """Draw a token with a logit above `floor`: a block of the vocabulary, then one of it."""
+        block = _draw(block_sums, uniforms[:, 0])
+        token_ids = (block * _CDF_BLOCK)[:, None] + jnp.arange(_CDF_BLOCK)[None, :]
+        is_open = token_ids < vocab_size
+        token_ids = jnp.minimum(token_ids, vocab_size - 1)
+        is_open &= ~(jnp.take_along_axis(logits, token_ids, axis=1) <= floor[:, None])
+        in_block = jnp.where(is_open, jnp.take_along_axis(weights, token_ids, axis=1), 0.0)
+        return jnp.minimum(block * _CDF_BLOCK + _draw(in_block, uniforms[:, 1]), vocab_size - 1)
+
+    def draw_again(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        attempt, tokens, block_sums, floor, is_open = state
+        values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
+        is_above = logits > values
+        sums_above = _sum_blocks(jnp.where(is_above, weights, 0.0))
+        is_cut = jnp.sum(sums_above, axis=1) >= mass_kept
+        is_cut |= lax.cond(
+            jnp.any(num_kept < vocab_size),
+            lambda: jnp.sum(is_above, axis=1) >= num_kept,
+            lambda: jnp.zeros_like(is_cut),
         )
-        return jnp.where(order >= smallest[:, None], weights, 0.0)
+        is_open &= is_cut
+        block_sums = jnp.where(is_open[:, None], sums_above, block_sums)
+        floor = jnp.where(is_open, values[:, 0], floor)
+        redrawn = draw(block_sums, floor, _uniforms(arrays, attempt))
+        return attempt + 1, jnp.where(is_open, redrawn, tokens), block_sums, floor, is_open
 
-    weights = lax.cond(jnp.any(has_top_k), keep_top_k, lambda: weights)
+    floor = jnp.full_like(arrays.temperature, -jnp.inf)
+    tokens = draw(block_sums, floor, uniforms)
+    state = (jnp.uint32(1), tokens, block_sums, floor, has_top_k | has_top_p)
+    return lax.while_loop(lambda state: jnp.any(state[-1]), draw_again, state)[1]
 
-    def keep_nucleus() -> Array:
-        wanted = jnp.where(has_top_p, arrays.top_p, 1.0) * jnp.sum(weights, axis=1)
-        smallest = _largest_threshold(
-            lambda threshold: (
-                jnp.sum(jnp.where(order >= threshold[:, None], weights, 0.0), axis=1) >= wanted
-            ),
-            order,
-        )
-        return jnp.where(order >= smallest[:, None], weights, 0.0)
 
-    weights = lax.cond(jnp.any(has_top_p), keep_nucleus, lambda: weights)
+def _keep_top_k(
+    logits: Float32[Array, "G V"], weights: Float32[Array, "G V"], top_k: Int32[Array, " G"]
+) -> Float32[Array, "G V"]:
+    """Return the weights with those below the k-th largest logit set to zero."""
+    order = _order_preserving_bits(logits)
+    smallest = _largest_threshold(
+        lambda threshold: jnp.sum(order >= threshold[:, None], axis=1) >= top_k, order
+    )
+    return jnp.where(order >= smallest[:, None], weights, 0.0)
 
-    padded = jnp.pad(weights, ((0, 0), (0, -vocab_size % _CDF_BLOCK)))
-    blocks = padded.reshape(weights.shape[0], -1, _CDF_BLOCK)
-    block = _draw(jnp.sum(blocks, axis=2), uniforms[:, 0])
-    in_block = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * _CDF_BLOCK + _draw(in_block, uniforms[:, 1])
+
+def _sum_blocks(weights: Float32[Array, "G V"]) -> Float32[Array, "G B"]:
+    """Sum blocks of `_CDF_BLOCK` tokens: the outer level of the inverse CDF."""
+    padded = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % _CDF_BLOCK)))
+    return jnp.sum(padded.reshape(weights.shape[0], -1, _CDF_BLOCK), axis=2)
 
 
 def _draw(weights: Float32[Array, "S C"], uniform: Float32[Array, " S"]) -> Int32[Array, " S"]:

@@ -77,6 +77,7 @@ def draw(row: np.ndarray, num_draws: int, **parameters: float) -> np.ndarray:
         (1.0, 127, 1.0),
         (1.0, 128, 1.0),
         (1.0, 500, 1.0),
+        (0.4, 3000, 1.0),
         (1.0, 0, 1e-6),
         (0.7, 0, 0.6),
         (1.0, 0, 0.5),
@@ -127,6 +128,14 @@ def test_tokens_tied_with_the_last_kept_one_are_kept() -> None:
     row[:] = 0.0
     assert len(set(draw(row, 4096, top_k=2).tolist())) == 400
     assert len(set(draw(row, 4096, top_p=0.1).tolist())) == 400
+
+
+@pytest.mark.parametrize("top_k", [0, 50, 500])
+def test_a_row_without_probabilities_gets_some_token(top_k: int) -> None:
+    for value in (np.nan, -np.inf, np.inf):
+        row = np.full(1000, value, np.float32)
+        tokens = draw(row, 256, top_k=top_k, top_p=0.9)
+        assert ((tokens >= 0) & (tokens < 1000)).all()
 
 
 @pytest.mark.parametrize("vocab_size", [60, 9000])
