@@ -268,7 +268,6 @@ class Engine[StepT]:
         if sequence.status is SequenceStatus.RUNNING:
             # Accepted drafts have been computed beside the token before them.
             sequence.num_computed_tokens += num_new - 1
-            self.scheduler.register_full_pages(sequence)
         return TokenDelta(
             request_id=sequence.request.request_id,
             start_index=sequence.request.output_offset + sequence.num_output_tokens - num_new,

@@ -13,6 +13,7 @@ import bisect
 import heapq
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from replicas.engine.buckets import MIN_ROWS
 from replicas.engine.page_allocator import PageAllocator
@@ -27,8 +28,7 @@ PREFILL_PER_DECODE = 2
 short, by less than that of many. Measured on CPU, where it keeps the stretch below 3."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledSequence:
+class ScheduledSequence(NamedTuple):
     """A sequence's part in a step: tokens [start, start + num_tokens) are computed.
 
     Attributes:
@@ -145,6 +145,9 @@ class Scheduler:
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._num_waiting = 0
         self._running: list[Sequence] = []
+        # Those of them with unfinished prompts, and perhaps some that have none any more: a step of
+        # many streams looks at these few instead of at all.
+        self._prefilling: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs))
 
     @property
@@ -165,7 +168,7 @@ class Scheduler:
     @property
     def num_pending_prefill_tokens(self) -> int:
         """Prompt tokens of running sequences that are still to be computed."""
-        return sum(s.num_uncomputed_tokens for s in self._running if not s.is_decode)
+        return sum(s.num_uncomputed_tokens for s in self._prefilling if _is_prefilling(s))
 
     @property
     def has_work(self) -> bool:
@@ -184,6 +187,7 @@ class Scheduler:
         launch order, so whoever gets the page writes after that.
         """
         if sequence.status is SequenceStatus.RUNNING:
+            self.register_full_pages(sequence)
             self._leave_slot(sequence, SequenceStatus.FINISHED)
         elif sequence.status is SequenceStatus.WAITING:
             sequence.status = SequenceStatus.FINISHED
@@ -222,8 +226,7 @@ class Scheduler:
         rows: list[ScheduledSequence] = []
         max_drafts = self._drafts_per_sequence()
         for sequence in self.running:
-            is_ready = sequence.slot is not None and sequence.is_decode and sequence.has_work
-            if is_ready and self._reserve(sequence):
+            if sequence.is_decodable and self._reserve(sequence):
                 num_drafts = self._reserve_drafts(sequence, max_drafts) if max_drafts else 0
                 rows.append(self._take(sequence, 1, num_drafts))
         return rows
@@ -247,11 +250,12 @@ class Scheduler:
         return PrefillBudget(num_left, break_even_context=self._break_even_context)
 
     def _schedule_prefills(self, rows: list[ScheduledSequence], budget: PrefillBudget) -> None:
-        """Continue unfinished prompts."""
-        for sequence in self._running:
+        """Continue unfinished prompts, oldest first."""
+        self._prefilling = [s for s in self._prefilling if _is_prefilling(s)]
+        for sequence in self._prefilling:
             if budget.is_spent:
                 break
-            if not sequence.is_decode and sequence.has_work:
+            if sequence.has_work:
                 rows.append(self._take(sequence, budget.take(sequence)))
 
     def _admit(self, rows: list[ScheduledSequence], budget: PrefillBudget) -> None:
@@ -298,7 +302,8 @@ class Scheduler:
             num_matched_pages=len(matched),
             page_size=self.page_size,
         )
-        bisect.insort(self._running, sequence, key=lambda running: running.order)
+        bisect.insort(self._running, sequence, key=_order_of)
+        bisect.insort(self._prefilling, sequence, key=_order_of)
         return True
 
     def _reserve(self, sequence: Sequence) -> bool:
@@ -371,6 +376,16 @@ class Scheduler:
             assert sequence.num_computed_tokens < sequence.num_tokens
             num_computed = max(sequence.num_computed_tokens, sequence.max_num_tokens - 1)
             assert len(sequence.page_ids) * self.page_size >= num_computed
+            assert sequence.is_decode or sequence in self._prefilling
+        assert len({s.order for s in self._prefilling}) == len(self._prefilling)
         waiting = [s for _, s in self._waiting if s.status is SequenceStatus.WAITING]
         assert len(waiting) == self._num_waiting
         self.allocator.check_integrity()
+
+
+def _is_prefilling(sequence: Sequence) -> bool:
+    return sequence.status is SequenceStatus.RUNNING and not sequence.is_decode
+
+
+def _order_of(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order

@@ -125,6 +125,19 @@ class Sequence:
         """Whether one token completes it for now: the row is a decode row."""
         return self.num_computed_tokens == self.num_tokens - 1 and self.num_computed_tokens > 0
 
+    @property
+    def is_decodable(self) -> bool:
+        """Whether the next step can take it as a decode row: `is_decode`, `has_work` and a slot.
+
+        One expression of its own, since every step asks every sequence.
+        """
+        num_tokens = len(self.token_ids) + self.num_inflight
+        return (
+            0 < self.num_computed_tokens == num_tokens - 1
+            and num_tokens < self.max_total_tokens
+            and self.slot is not None
+        )
+
     def page_keys(self, *, page_size: int, num_tokens: int) -> list[PageKey]:
         """Content keys of the full pages within the first `num_tokens` known tokens."""
         count = num_tokens // page_size
