@@ -63,9 +63,8 @@ def load_params(
         raise CheckpointError(path, problems)
 
     leaf_shardings = [None] * len(specs) if shardings is None else tree.flatten_up_to(shardings)
-    total_bytes = sum(
-        checkpoint.tensors[source.name].num_bytes for spec in specs for source in spec.sources
-    )
+    names = {source.name for spec in specs for source in spec.sources}
+    total_bytes = sum(checkpoint.tensors[name].num_bytes for name in names)
     done_bytes = 0
     params: list[jax.Array] = []
     for spec, sharding in zip(specs, leaf_shardings, strict=True):
@@ -74,7 +73,10 @@ def load_params(
         # Waiting bounds host memory to one parameter in flight.
         params.append(array.block_until_ready())
         checkpoint.release()
-        done_bytes += sum(tensor.nbytes for tensor in tensors)
+        done_bytes += sum(
+            source.select(tensor).nbytes
+            for source, tensor in zip(spec.sources, tensors, strict=True)
+        )
         if progress is not None:
             progress(done_bytes, total_bytes)
     return tree.unflatten(params)
