@@ -34,7 +34,9 @@ def grouped_matmul(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> 
         ValueError: shapes or dtypes do not fit.
     """
     if x.ndim != 2 or weights.ndim != 3 or x.shape[1] != weights.shape[2]:
-        raise ValueError(f"x [R, K] and weights [G, N, K] were expected: {x.shape}, {weights.shape}")
+        raise ValueError(
+            f"x [R, K] and weights [G, N, K] were expected: {x.shape}, {weights.shape}"
+        )
     if x.dtype != weights.dtype:
         raise ValueError(f"x and weights must have one dtype, got {x.dtype} and {weights.dtype}")
     if group_sizes.shape != weights.shape[:1] or group_sizes.dtype != jnp.int32:

@@ -19,6 +19,7 @@ Speculation = Literal["none", "prompt_lookup"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 LayerType = Literal["full_attention", "sliding_attention"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RouterScoring = Literal["softmax", "sigmoid"]
 CompilerOption = bool | int | float | str
 
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -77,6 +78,73 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts in place of the MLP.
+
+    Attributes:
+        num_experts: E, routed ones.
+        num_experts_per_tok: k, those that a token goes through.
+        intermediate_size: F of one expert.
+        shared_intermediate_size: F of the MLP that every token goes through as well; 0 for none.
+        dense_layers: layers with an ordinary MLP instead.
+        scoring: how the router's logits become scores.
+        normalizes: the scores of a token's experts are divided by their sum.
+        normalizer_epsilon: added to that sum.
+        scaling_factor: of the scores, after that.
+        num_groups: groups of consecutive experts; 1 for no choice between groups.
+        num_groups_per_tok: groups that a token's experts come from.
+        swiglu_limit: bound of gate and up, for experts of (up + 1) gate sigmoid(alpha gate); None
+            for experts of the model's own activation.
+        swiglu_alpha: alpha of that.
+        is_mxfp4: the checkpoint holds the experts' weights in that format.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    scoring: RouterScoring = "softmax"
+    normalizes: bool = True
+    normalizer_epsilon: float = 0.0
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    num_groups_per_tok: int = 1
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    is_mxfp4: bool = False
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """F of all experts that a token goes through."""
+        return self.num_experts_per_tok * self.intermediate_size + self.shared_intermediate_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention: keys and values of all heads from one latent a token.
+
+    Attributes:
+        q_lora_rank: Q, size of the queries' latent; None for queries of the hidden state itself.
+        kv_lora_rank: R, size of the latent.
+        qk_nope_head_dim: N, dimensions of a head's query and key without position.
+        qk_rope_head_dim: P, dimensions with rotated positions, of a key that all heads share.
+        v_head_dim: V, dimensions of a head's value.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def cache_dim(self) -> int:
+        """Numbers that the cache holds of a token in a layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What a checkpoint computes, read in full from its config.json.
 
@@ -104,6 +172,11 @@ class ModelConfig:
         attention_out_bias: bias on the output projection of attention.
         mlp_bias: biases on the projections of the MLP.
         is_parallel: attention and MLP read the same residual stream and are added together.
+        moe: the experts, of a model that has some.
+        mla: the latents, of a model that attends over such; `head_dim` is then what is rotated,
+            and there is one KV head.
+        has_sinks: each head's softmax has one more key, of a score of its own and no value.
+        num_skipped_layers: layers after the last that the checkpoint holds and nothing computes.
         tie_word_embeddings: the output head is the embedding.
         final_logit_softcapping: logits are squashed into (-c, c) by c tanh(x / c); None: not.
         eos_token_ids: ids that end a generation, of config.json and generation_config.json.
@@ -131,6 +204,10 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     is_parallel: bool = False
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    has_sinks: bool = False
+    num_skipped_layers: int = 0
     tie_word_embeddings: bool = False
     final_logit_softcapping: float | None = None
     eos_token_ids: tuple[int, ...] = ()

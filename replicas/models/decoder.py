@@ -188,6 +188,7 @@ def attend(
             layer=index,
             sm_scale=config.sm_scale,
             sliding_window=config.window_of(index),
+            sinks=weights.sinks,
         )
     with jax.named_scope("attention_out"):
         out = out.reshape(num_rows, -1).astype(step.dtype)

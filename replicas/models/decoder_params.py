@@ -39,6 +39,7 @@ class AttentionParams(NamedTuple):
         out_bias: [M].
         q_norm: [D] f32.
         k_norm: [D] f32.
+        sinks: [H] f32.
     """
 
     qkv: Any
@@ -47,6 +48,7 @@ class AttentionParams(NamedTuple):
     out_bias: Any
     q_norm: Any = None
     k_norm: Any = None
+    sinks: Any = None
 
     def packed(self, config: ModelConfig, pack: Pack, pack_gate_up: Pack | None) -> AttentionParams:
         """See `PackableParams`."""
@@ -173,6 +175,7 @@ def attention_specs(
     out: str = "o_proj",
     has_head_norms: bool = False,
     norm_offset: float = 0.0,
+    sinks: str | None = None,
     num_shards: int,
 ) -> AttentionParams:
     """Describe an attention block.
@@ -185,6 +188,7 @@ def attention_specs(
         out: name of the output projection.
         has_head_norms: q and k are normalised head by head, by `q_norm` and `k_norm`.
         norm_offset: added to the weights of these norms.
+        sinks: name of the heads' sinks; None for none.
         num_shards: devices on the tensor axis.
     """
     heads = shard_heads(config.num_heads, config.num_kv_heads, num_shards)
@@ -212,6 +216,9 @@ def attention_specs(
         shape=(config.hidden_size, config.num_heads * head_dim),
         num_padding_columns=num_padding_heads * head_dim,
     )
+    sinks_source = Source(
+        name=f"{prefix}.{sinks}", shape=(config.num_heads,), num_padding_rows=num_padding_heads
+    )
     head_norm = norm_spec if has_head_norms else lambda *_, **__: None
     return AttentionParams(
         qkv=qkv_spec("weight"),
@@ -220,6 +227,9 @@ def attention_specs(
         out_bias=_model_bias(config, f"{prefix}.{out}.bias", config.attention_out_bias),
         q_norm=head_norm(f"{prefix}.q_norm.weight", head_dim, axis="head_dim", offset=norm_offset),
         k_norm=head_norm(f"{prefix}.k_norm.weight", head_dim, axis="head_dim", offset=norm_offset),
+        sinks=None
+        if sinks is None
+        else ParamSpec(sources=(sinks_source,), axes=("heads",), is_float32=True),
     )
 
 
@@ -235,7 +245,12 @@ def separate_qkv(config: ModelConfig, prefix: str, suffix: str) -> tuple[Source,
 
 
 def gated_mlp_specs(
-    config: ModelConfig, prefix: str, *, fused: str | None = None, num_shards: int
+    config: ModelConfig,
+    prefix: str,
+    *,
+    fused: str | None = None,
+    ffn_size: int | None = None,
+    num_shards: int,
 ) -> GatedMlpParams:
     """Describe a gated MLP.
 
@@ -243,9 +258,10 @@ def gated_mlp_specs(
         config: the model's.
         prefix: of the block's tensor names.
         fused: name of the tensor that holds gate before up; None: `gate_proj` and `up_proj`.
+        ffn_size: its F; None: the model's.
         num_shards: devices on the tensor axis.
     """
-    ffn_size = config.intermediate_size
+    ffn_size = config.intermediate_size if ffn_size is None else ffn_size
     padding = round_up(ffn_size, num_shards) - ffn_size
 
     def gate_up(suffix: str) -> ParamSpec:
@@ -276,14 +292,18 @@ def gated_mlp_specs(
     return GatedMlpParams(
         gate_up=gate_up("weight"),
         gate_up_bias=gate_up("bias") if config.mlp_bias else None,
-        down=down_spec(config, f"{prefix}.down_proj.weight", num_shards=num_shards),
+        down=down_spec(
+            config, f"{prefix}.down_proj.weight", ffn_size=ffn_size, num_shards=num_shards
+        ),
         down_bias=_model_bias(config, f"{prefix}.down_proj.bias", config.mlp_bias),
     )
 
 
-def down_spec(config: ModelConfig, name: str, *, num_shards: int) -> ParamSpec:
+def down_spec(
+    config: ModelConfig, name: str, *, ffn_size: int | None = None, num_shards: int
+) -> ParamSpec:
     """Describe the projection [M, F] from an MLP's channels back to the residual stream."""
-    ffn_size = config.intermediate_size
+    ffn_size = config.intermediate_size if ffn_size is None else ffn_size
     source = Source(
         name=name,
         shape=(config.hidden_size, ffn_size),

@@ -36,6 +36,7 @@ class Source:
         repeats: copies of each head, one after the other.
         num_padding_rows: rows of zeros after the last.
         num_padding_columns: columns of zeros after the last.
+        is_packed: a format of bytes, which something else decodes.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Source:
     repeats: int = 1
     num_padding_rows: int = 0
     num_padding_columns: int = 0
+    is_packed: bool = False
 
     @property
     def num_selected_rows(self) -> int:

@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from replicas.config import ModelConfig
-from replicas.models import decoder, decoder_params, hf_config, llama, mistral
+from replicas.models import (
+    decoder,
+    decoder_params,
+    deepseek_v3,
+    gpt_oss,
+    hf_config,
+    llama,
+    mistral,
+    mixtral,
+    moe,
+    moe_params,
+    qwen3_moe,
+)
 from replicas.models.hf_config import RawConfig, UnsupportedModelError
 from replicas.models.sharding import ParamSpec
 
@@ -50,9 +62,26 @@ class ModelFamily:
         return jax.tree.map(lambda spec: spec.abstract(dtype), specs, is_leaf=_is_spec)
 
 
+def _with_experts(
+    parse_config: Callable[[RawConfig], ModelConfig],
+    param_specs: Callable[..., Any],
+    forward: Callable[..., Any] = moe.forward,
+) -> ModelFamily:
+    return ModelFamily(parse_config, param_specs, forward, prepare_params=moe_params.prepare_params)
+
+
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily(llama.parse_config, llama.param_specs),
     "mistral": ModelFamily(mistral.parse_config, mistral.param_specs),
+    "mixtral": _with_experts(mixtral.parse_config, mixtral.param_specs),
+    "qwen3_moe": _with_experts(qwen3_moe.parse_config, qwen3_moe.param_specs),
+    "gpt_oss": _with_experts(gpt_oss.parse_config, gpt_oss.param_specs),
+    "deepseek_v3": _with_experts(
+        deepseek_v3.parse_config, deepseek_v3.param_specs, deepseek_v3.forward
+    ),
+    "kimi_k2": _with_experts(
+        deepseek_v3.parse_kimi_k2, deepseek_v3.param_specs, deepseek_v3.forward
+    ),
 }
 
 

@@ -31,12 +31,18 @@ RULES: dict[str, str | None] = {
     "attention_out": TENSOR_AXIS,
     "gate_up_rows": TENSOR_AXIS,
     "ffn": TENSOR_AXIS,
+    "expert": TENSOR_AXIS,
+    "expert_ffn": None,
+    "router": None,
+    "heads": TENSOR_AXIS,
+    "latent": None,
     "page": None,
     "kv_rows": TENSOR_AXIS,
     "token": None,
     "head_dim": None,
 }
 KV_PAGES_AXES = ("page", "kv_rows", "token", "head_dim")
+LATENT_PAGES_AXES = ("page", "latent", "token", "head_dim")
 
 
 def make_mesh(config: EngineConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -130,9 +136,17 @@ def param_shardings(param_specs: Any, mesh: Mesh) -> Any:
     )
 
 
-def kv_pages_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of one layer's pages [N, 2K, page, D]: whole KV heads per device."""
-    return NamedSharding(mesh, partition_spec(KV_PAGES_AXES))
+def kv_pages_sharding(mesh: Mesh, config: ModelConfig | None = None) -> NamedSharding:
+    """Return the sharding of one layer's pages [N, 2K, page, D]: whole KV heads per device.
+
+    Pages of latents, which have no heads, are whole on every device.
+    """
+    return NamedSharding(mesh, _pages_spec(config))
+
+
+def _pages_spec(config: ModelConfig | None) -> PartitionSpec:
+    has_latents = config is not None and config.mla is not None
+    return partition_spec(LATENT_PAGES_AXES if has_latents else KV_PAGES_AXES)
 
 
 def shard_forward(forward: Callable[..., Any], mesh: Mesh, param_specs: Any) -> Callable[..., Any]:
@@ -151,7 +165,7 @@ def shard_forward(forward: Callable[..., Any], mesh: Mesh, param_specs: Any) -> 
         *,
         attention: Callable[..., Any],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        pages = partition_spec(KV_PAGES_AXES)
+        pages = _pages_spec(config)
         return jax.shard_map(
             lambda p, kv, x: forward(p, kv, x, config, attention=attention, axis_name=TENSOR_AXIS),
             mesh=mesh,

@@ -1,4 +1,4 @@
-"""Grouped matmul: equal to a loop over groups, bitwise independent of the batch, by active groups."""
+"""Grouped matmul: equal to a loop over groups, row by row, at a cost of the groups in use."""
 
 import functools
 import re
@@ -63,7 +63,7 @@ def test_row_bits_do_not_depend_on_the_other_rows(dtype: str) -> None:
 
 
 def test_on_cpu_work_follows_the_groups_in_use() -> None:
-    """Both loops have a trip count that is data, and the body multiplies one block by one weight."""
+    """Both loops have trip counts that are data; the body multiplies one block by one weight."""
     inputs = draw([3, 0, 1, 8, 0, 9], num_padding=11)
     text = jax.jit(grouped_matmul).lower(*inputs).as_text()
     dots = re.findall(r"dot_general.*-> tensor<(\d+)x(\d+)xf32>", text)
