@@ -94,7 +94,7 @@ def route(
         choice = scores
     else:
         scores = jax.nn.sigmoid(logits)
-        choice = scores if weights.correction is None else scores + weights.correction
+        choice = scores if weights.correction is None else scores + weights.correction[None, :]
     if moe.num_groups > 1:
         in_best = _in_best_groups(choice, moe)
         choice = jnp.where(in_best, choice, -jnp.inf)
@@ -111,7 +111,7 @@ def _in_best_groups(choice: Float32[Array, "T E"], moe: MoEConfig) -> Bool[Array
     best, _ = lax.top_k(choice.reshape(num_rows, moe.num_groups, -1), 2)
     _, groups = lax.top_k(best[..., 0] + best[..., 1], moe.num_groups_per_tok)
     group_of = jnp.arange(num_experts) // (num_experts // moe.num_groups)
-    return (groups[:, :, None] == group_of).any(axis=1)
+    return (groups[:, :, None] == group_of[None, None, :]).any(axis=1)
 
 
 def _run_experts(
@@ -128,11 +128,11 @@ def _run_experts(
     num_local = weights.gate_up.shape[0]
     first = 0 if step.axis_name is None else lax.axis_index(step.axis_name) * num_local
     local = experts - first
-    is_row = jnp.arange(num_rows)[:, None] < step.inputs.num_tokens
+    is_row = jnp.arange(num_rows)[:, None] < step.inputs.num_tokens[None, :]
     is_local = is_row & (local >= 0) & (local < num_local)
     groups = jnp.where(is_local, local, num_local).reshape(-1)
     order = jnp.argsort(groups, stable=True)
-    sizes = jnp.sum(groups[:, None] == jnp.arange(num_local), axis=0, dtype=jnp.int32)
+    sizes = jnp.sum(groups[:, None] == jnp.arange(num_local)[None, :], axis=0, dtype=jnp.int32)
     expert_of = jnp.minimum(groups[order], num_local - 1)  # any, for rows of no expert here
 
     def multiply(x: Array, weight: Array, bias: Array | None) -> Float32[Array, "R N"]:
