@@ -392,6 +392,9 @@ def _break_even_context(model_config: ModelConfig) -> int:
     moe = model_config.moe
     ffn_size = model_config.intermediate_size if moe is None else moe.active_intermediate_size
     per_channel = 2 * attention_size + 2 * kv_size + 3 * ffn_size
+    mla = model_config.mla
+    if mla is not None:  # scores over the whole cached row, values over its latent
+        attention_size = model_config.num_heads * (mla.cache_dim + mla.kv_lora_rank) // 2
     return max(1, model_config.hidden_size * per_channel // (2 * attention_size))
 
 

@@ -198,7 +198,9 @@ def test_a_mesh_generates_the_tokens_of_one_device(
 
 def test_mxfp4_experts_are_decoded_at_load(golden_dir: Path, tmp_path: Path) -> None:
     plain = write_variant(
-        tmp_path / "plain", golden_dir / "gpt_oss", {"num_hidden_layers": 1, "layer_types": None}
+        tmp_path / "plain",
+        golden_dir / "gpt_oss",
+        {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
     )
     packed = tmp_path / "packed"
     packed.mkdir()
