@@ -27,9 +27,13 @@ import numpy as np
 
 from kernels import reference
 from kernels.cpu import attention, int8_matmul, library, matmul
+from kernels.grouped_matmul import grouped_matmul
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
 MATMULS = {"qkv": (960, 576), "out": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
+EXPERTS, EXPERT_SHAPE = 32, (1024, 512)
+ACTIVE_EXPERTS = (1, 4, 16, 32)
+ROUTED_ROWS = (64, 1024)
 ROWS = (1, 8, 16, 32, 64, 128, 512)
 BATCHES = {  # name: (tokens per sequence in the step, tokens of context, sequences)
     "decode 1 x 256": (1, 256, 1),
@@ -179,6 +183,22 @@ def matmul_steps(num_rows: int) -> dict[str, Callable[[], Any]]:
     return contenders
 
 
+def expert_steps(num_rows: int) -> dict[int, Callable[[], Any]]:
+    """A grouped matmul over the weights of all experts, by how many of them have rows."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((num_rows, EXPERT_SHAPE[1])), jnp.bfloat16)
+    weights = jnp.asarray(rng.standard_normal((EXPERTS, *EXPERT_SHAPE)), jnp.bfloat16)
+    multiply = jax.jit(grouped_matmul)
+
+    def step(num_active: int) -> Callable[[], Any]:
+        sizes = np.zeros(EXPERTS, np.int32)
+        sizes[rng.permutation(EXPERTS)[:num_active]] = num_rows // num_active
+        group_sizes = jnp.asarray(sizes)
+        return lambda: multiply(x, weights, group_sizes)
+
+    return {num_active: step(num_active) for num_active in ACTIVE_EXPERTS}
+
+
 def summarise(name: str, times: list[float], *, num_bytes: float, num_flops: float) -> Measurement:
     median_s = statistics.median(times)
     return Measurement(
@@ -227,6 +247,23 @@ def bench_matmul(num_rounds: int) -> list[Measurement]:
     return results
 
 
+def bench_experts(num_rounds: int) -> list[Measurement]:
+    results = []
+    expert_size = EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
+    for num_rows in ROUTED_ROWS:
+        steps = {str(num_active): run for num_active, run in expert_steps(num_rows).items()}
+        for num_active, times in measure(steps, num_rounds).items():
+            results.append(
+                summarise(
+                    f"{num_rows} rows to {num_active} of {EXPERTS} experts",
+                    times,
+                    num_bytes=int(num_active) * expert_size * 2,
+                    num_flops=num_rows * expert_size * 2,
+                )
+            )
+    return results
+
+
 def bench_limits(num_rounds: int) -> list[Measurement]:
     num_bytes, size = 1 << 28, 1024
     times = measure({"read": read_memory(num_bytes), "dot": multiply_square(size)}, num_rounds)
@@ -251,6 +288,7 @@ def main(argv: list[str] | None = None) -> int:
     measurements += bench_limits(args.rounds)
     measurements += bench_matmul(args.rounds)
     measurements += bench_limits(args.rounds)
+    measurements += bench_experts(args.rounds)
     print(f"{'':38}{'median ms':>10}{'best ms':>10}{'GB/s':>8}{'GFLOP/s':>9}")
     for m in measurements:
         print(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from kernels import reference
+from kernels import mla_reference, reference
 from kernels.cpu import attention as native
 from kernels.cpu import library
 from replicas.config import ModelConfig, Quantization
@@ -76,7 +76,9 @@ class PagedForward:
             self._params = quantize_params(
                 self._params, self.config, is_native=is_native, rotates=rotates
             )
-        if is_native:
+        if self.config.mla is not None:
+            self._attention = mla_reference.ragged_paged_latent_attention
+        elif is_native:
             self._attention = native.ragged_paged_attention
             if self._dtype == jnp.bfloat16 and quantization == "none":
                 self._params = pack_params(self._params, self.config)

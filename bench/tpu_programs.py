@@ -42,7 +42,7 @@ LLAMA_8B = ModelConfig(
     num_kv_heads=8,
     head_dim=128,
     max_position_embeddings=131072,
-    rms_norm_eps=1e-5,
+    norm_eps=1e-5,
     rope=RopeConfig(
         kind="llama3", theta=500_000.0, factor=8.0, original_max_position_embeddings=8192
     ),

@@ -7,6 +7,8 @@ tile, whatever the batch, and a row's bits depend on its own sequence only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +30,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     sliding_window: int | None = None,
+    sinks: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values to their pages, then attend over the pages.
 
@@ -46,12 +49,67 @@ def ragged_paged_attention(
         num_seqs: i32 [1], sequences in use.
         sm_scale: factor of the scores.
         sliding_window: keys that a query sees, itself included; None for all.
+        sinks: f32 [H], the score of one more key with a value of zero; None for no such key.
 
     Returns:
         The output [T, H, D] in q's dtype, zero past the last sequence's rows, and the pages.
     """
-    kv_pages = write_pages(k, v, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs)
-    num_tokens = q.shape[0]
+    num_tokens, num_kv_heads, head_dim = k.shape
+    rows = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
+    indices = (kv_lens, page_indices, cu_q_lens, num_seqs)
+    kv_pages = write_rows(rows, kv_pages, *indices)
+
+    def split(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tile = tile.reshape(num_kv_heads, 2, *tile.shape[1:])
+        return tile[:, 0], tile[:, 1]
+
+    out = attend_pages(
+        q,
+        kv_pages,
+        *indices,
+        split=split,
+        sm_scale=sm_scale,
+        sliding_window=sliding_window,
+        sinks=sinks,
+    )
+    return out, kv_pages
+
+
+def attend_pages(
+    q: jax.Array,
+    kv_pages: jax.Array,
+    kv_lens: jax.Array,
+    page_indices: jax.Array,
+    cu_q_lens: jax.Array,
+    num_seqs: jax.Array,
+    *,
+    split: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    sm_scale: float,
+    sliding_window: int | None = None,
+    sinks: jax.Array | None = None,
+) -> jax.Array:
+    """Attend over pages that already hold the new rows; arguments as above but for one.
+
+    Args:
+        q: [T, H, D].
+        kv_pages: [N, C, page, D], whatever the C rows of a token are.
+        kv_lens: i32 [S].
+        page_indices: i32 [S, P].
+        cu_q_lens: i32 [S + 1].
+        num_seqs: i32 [1].
+        split: (f32 [C, keys, D]) -> keys [K, keys, D] and values [K, keys, V].
+        sm_scale: factor of the scores.
+        sliding_window: keys that a query sees, itself included.
+        sinks: f32 [H].
+
+    Returns:
+        [T, H, V] in q's dtype.
+    """
+    num_tokens, num_heads, _ = q.shape
+    if sinks is None:
+        top, total = jnp.full(num_heads, _NO_MAX), jnp.zeros(num_heads)
+    else:
+        top, total = sinks.astype(jnp.float32), jnp.ones(num_heads)
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     in_use = jnp.arange(kv_lens.shape[0]) < num_seqs[0]
     # Blocks of all sequences, numbered in order: those of sequence s are [ends[s - 1], ends[s]).
@@ -70,35 +128,37 @@ def ragged_paged_attention(
             page_indices[s],
             kv_lens[s] - (cu_q_lens[s + 1] - start),
             num_rows,
+            top,
+            total,
+            split=split,
             sm_scale=sm_scale,
             sliding_window=sliding_window,
         )
         # Rows past the sequence are zeros here, and are written by the later block they belong to.
         return lax.dynamic_update_slice_in_dim(out, block_out, start, axis=0)
 
-    out = lax.fori_loop(0, ends[-1], attend_block, jnp.zeros_like(padded_q))
-    return out[:num_tokens], kv_pages
+    _, values = jax.eval_shape(split, jax.ShapeDtypeStruct(kv_pages.shape[1:], jnp.float32))
+    out = jnp.zeros((*padded_q.shape[:2], values.shape[-1]), q.dtype)
+    return lax.fori_loop(0, ends[-1], attend_block, out)[:num_tokens]
 
 
-def write_pages(
-    k: jax.Array,
-    v: jax.Array,
+def write_rows(
+    new_rows: jax.Array,
     kv_pages: jax.Array,
     kv_lens: jax.Array,
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
 ) -> jax.Array:
-    """Return the pages with the new keys and values stored; padding rows write nothing."""
-    num_tokens, num_kv_heads, head_dim = k.shape
+    """Return the pages with new rows [T, C, D] stored; padding rows write nothing."""
     num_pages, _, page_size, _ = kv_pages.shape
-    rows = jnp.arange(num_tokens)
+    rows = jnp.arange(new_rows.shape[0])
     s = jnp.minimum(jnp.searchsorted(cu_q_lens, rows, side="right") - 1, kv_lens.shape[0] - 1)
     positions = kv_lens[s] - (cu_q_lens[s + 1] - rows)
     pages = page_indices[s, jnp.maximum(positions, 0) // page_size]
     pages = jnp.where(rows < cu_q_lens[num_seqs[0]], pages, num_pages)  # past the end: dropped
-    kv = jnp.stack([k, v], axis=2).reshape(num_tokens, 2 * num_kv_heads, head_dim)
-    return kv_pages.at[pages, :, positions % page_size].set(kv.astype(kv_pages.dtype), mode="drop")
+    new_rows = new_rows.astype(kv_pages.dtype)
+    return kv_pages.at[pages, :, positions % page_size].set(new_rows, mode="drop")
 
 
 def _attend_rows(
@@ -107,16 +167,23 @@ def _attend_rows(
     page_indices: jax.Array,
     first_position: jax.Array,
     num_rows: jax.Array,
+    top: jax.Array,
+    total: jax.Array,
     *,
+    split: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
     sm_scale: float,
     sliding_window: int | None,
 ) -> jax.Array:
-    """Attend 8 consecutive rows [8, H, D] of one sequence; rows past num_rows give zeros."""
+    """Attend 8 consecutive rows [8, H, D] of one sequence; rows past num_rows give zeros.
+
+    Maximum and sum of each head's softmax start as `top` and `total`, f32 [H].
+    """
     block_rows, num_heads, head_dim = q.shape
     _, kv_rows, page_size, _ = kv_pages.shape
-    num_kv_heads = kv_rows // 2
     tile_pages = max(1, _TILE_KEYS // page_size)
     tile_keys = tile_pages * page_size
+    tile_shape = jax.ShapeDtypeStruct((kv_rows, tile_keys, head_dim), jnp.float32)
+    num_kv_heads, _, value_dim = jax.eval_shape(split, tile_shape)[1].shape
     group = num_heads // num_kv_heads
     queries = q.reshape(block_rows, num_kv_heads, group, head_dim).swapaxes(0, 1)
     queries = queries.astype(jnp.float32).reshape(num_kv_heads, block_rows * group, head_dim)
@@ -127,31 +194,35 @@ def _attend_rows(
     def attend_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = state
         slots = jnp.minimum(tile * tile_pages + jnp.arange(tile_pages), page_indices.shape[0] - 1)
-        kv = kv_pages[page_indices[slots]]  # [tile_pages, 2K, page, D]
-        kv = kv.swapaxes(0, 1).reshape(num_kv_heads, 2, tile_keys, head_dim)
+        kv = kv_pages[page_indices[slots]]  # [tile_pages, C, page, D]
+        kv = kv.swapaxes(0, 1).reshape(kv_rows, tile_keys, head_dim)
         keys = tile * tile_keys + jnp.arange(tile_keys)
         # Keys that no row sees may be anything, NaN too: they are gone before any arithmetic.
         is_live = (keys >= oldest) & (keys < num_keys)
-        kv = jnp.where(is_live[None, None, :, None], kv.astype(jnp.float32), 0.0)
+        key_rows, values = split(jnp.where(is_live[None, :, None], kv.astype(jnp.float32), 0.0))
         mask = is_live[None, :] & (keys[None, :] <= positions[:, None])
         if sliding_window is not None:
             mask &= keys[None, :] > positions[:, None] - sliding_window
         mask = jnp.repeat(mask, group, axis=0)[None]  # [1, 8 * group, tile_keys]
-        scores = jnp.einsum("knd,ktd->knt", queries, kv[:, 0], precision="highest") * sm_scale
+        scores = jnp.einsum("knd,ktd->knt", queries, key_rows, precision="highest") * sm_scale
         scores = jnp.where(mask, scores, _NO_MAX)
         new_top = jnp.maximum(top, scores.max(axis=-1))
         weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
         decay = jnp.exp(top - new_top)
         total = total * decay + weights.sum(axis=-1)
         acc = acc * decay[..., None]
-        acc = acc + jnp.einsum("knt,ktd->knd", weights, kv[:, 1], precision="highest")
+        acc = acc + jnp.einsum("knt,ktd->knd", weights, values, precision="highest")
         return new_top, total, acc
 
-    shape = queries.shape[:2]
-    state = (jnp.full(shape, _NO_MAX), jnp.zeros(shape), jnp.zeros(queries.shape))
+    def of_rows(per_head: jax.Array) -> jax.Array:
+        return jnp.tile(per_head.reshape(num_kv_heads, group), (1, block_rows))
+
+    acc = jnp.zeros((num_kv_heads, block_rows * group, value_dim))
     num_tiles = -(-num_keys // tile_keys)
+    state = (of_rows(top), of_rows(total), acc)
     _, total, acc = lax.fori_loop(oldest // tile_keys, num_tiles, attend_tile, state)
     out = (acc / jnp.where(total == 0, 1.0, total)[..., None]).astype(q.dtype)
-    out = out.reshape(num_kv_heads, block_rows, group, head_dim).swapaxes(0, 1)
+    out = out.reshape(num_kv_heads, block_rows, group, value_dim).swapaxes(0, 1)
+    out = out.reshape(block_rows, num_heads, value_dim)
     is_row = jnp.arange(block_rows)[:, None, None] < num_rows
-    return jnp.where(is_row, out.reshape(q.shape), jnp.zeros((), q.dtype))
+    return jnp.where(is_row, out, jnp.zeros((), q.dtype))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Platform = Literal["auto", "cpu", "tpu"]
@@ -16,7 +16,10 @@ AttentionImpl = Literal["auto", "native", "pallas", "reference"]
 MatmulImpl = Literal["auto", "native", "xla"]
 Quantization = Literal["none", "int8"]
 Speculation = Literal["none", "prompt_lookup"]
-RopeKind = Literal["default", "linear", "llama3"]
+RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+LayerType = Literal["full_attention", "sliding_attention"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RouterScoring = Literal["softmax", "sigmoid"]
 CompilerOption = bool | int | float | str
 
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
@@ -27,21 +30,40 @@ class RopeConfig:
     """Rotary position embedding: how a position becomes angles.
 
     Attributes:
-        kind: "default"; "linear" divides every frequency by `factor`; "llama3" divides the low
-            ones, keeps the high ones and blends between (Llama 3.1).
+        kind: how frequencies are scaled for longer contexts; "default" not at all (see
+            `replicas.models.rope`).
         theta: base of the geometric series of frequencies, > 0.
-        factor: context extension, > 0.
+        rotary_dim: dimensions of a head that are rotated, the first ones; None for all.
+        is_interleaved: pairs are neighbours (2i, 2i + 1), not (i, i + rotary_dim / 2).
+        attention_factor: sine and cosine are multiplied by it; > 0.
+        factor: linear, dynamic, llama3, yarn: context extension, > 0.
+        original_max_position_embeddings: llama3, yarn, longrope: context length of the original
+            training, tokens.
         low_freq_factor: llama3: wavelengths above original / low_freq_factor are divided.
         high_freq_factor: llama3: wavelengths below original / high_freq_factor are kept.
-        original_max_position_embeddings: llama3: context length of the original training, tokens.
+        beta_fast: yarn: dimensions that turn at least so often in the original context are kept.
+        beta_slow: yarn: those that turn at most so often are divided.
+        truncates: yarn: bounds between the two are rounded to whole dimensions.
+        short_factors: longrope: divisor of each frequency up to the original context length.
+        long_factors: longrope: divisor of each frequency for longer contexts.
+        is_long: longrope: which of the two; see `ModelConfig.for_length`.
     """
 
     kind: RopeKind = "default"
     theta: float = 10_000.0
+    rotary_dim: int | None = None
+    is_interleaved: bool = False
+    attention_factor: float = 1.0
     factor: float = 1.0
+    original_max_position_embeddings: int = 8192
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncates: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    is_long: bool = False
 
     def __post_init__(self) -> None:
         if self.theta <= 0:
@@ -56,8 +78,77 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts in place of the MLP.
+
+    Attributes:
+        num_experts: E, routed ones.
+        num_experts_per_tok: k, those that a token goes through.
+        intermediate_size: F of one expert.
+        shared_intermediate_size: F of the MLP that every token goes through as well; 0 for none.
+        dense_layers: layers with an ordinary MLP instead.
+        scoring: how the router's logits become scores.
+        normalizes: the scores of a token's experts are divided by their sum.
+        normalizer_epsilon: added to that sum.
+        scaling_factor: of the scores, after that.
+        num_groups: groups of consecutive experts; 1 for no choice between groups.
+        num_groups_per_tok: groups that a token's experts come from.
+        swiglu_limit: bound of gate and up, for experts of (up + 1) gate sigmoid(alpha gate); None
+            for experts of the model's own activation.
+        swiglu_alpha: alpha of that.
+        is_mxfp4: the checkpoint holds the experts' weights in that format.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    intermediate_size: int
+    shared_intermediate_size: int = 0
+    dense_layers: tuple[int, ...] = ()
+    scoring: RouterScoring = "softmax"
+    normalizes: bool = True
+    normalizer_epsilon: float = 0.0
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    num_groups_per_tok: int = 1
+    swiglu_limit: float | None = None
+    swiglu_alpha: float = 1.702
+    is_mxfp4: bool = False
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """F of all experts that a token goes through."""
+        return self.num_experts_per_tok * self.intermediate_size + self.shared_intermediate_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLAConfig:
+    """Multi-head latent attention: keys and values of all heads from one latent a token.
+
+    Attributes:
+        q_lora_rank: Q, size of the queries' latent; None for queries of the hidden state itself.
+        kv_lora_rank: R, size of the latent.
+        qk_nope_head_dim: N, dimensions of a head's query and key without position.
+        qk_rope_head_dim: P, dimensions with rotated positions, of a key that all heads share.
+        v_head_dim: V, dimensions of a head's value.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def cache_dim(self) -> int:
+        """Numbers that the cache holds of a token in a layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """What a checkpoint computes, read in full from its config.json.
+
+    What all checkpoints of a family have in common is its code's business, not a field here.
 
     Attributes:
         family: `model_type` of the checkpoint; picks the entry of the model registry.
@@ -69,13 +160,25 @@ class ModelConfig:
         num_kv_heads: key/value heads K.
         head_dim: D, even.
         max_position_embeddings: longest context that the checkpoint was made for, tokens.
-        rms_norm_eps: added to the mean square.
+        norm_eps: added to the mean square or the variance.
+        activation: of the MLP; "gelu" is exact, "gelu_tanh" its approximation.
         rope: rotary position embedding.
-        attention_bias: biases on the q, k, v and output projections.
-        mlp_bias: biases on the gate, up and down projections.
-        tie_word_embeddings: the output head is the embedding.
+        sliding_rope: that of layers with a window, where it is another.
         sliding_window: a query attends to its own and the latest positions before it, that
             many in all; None: to every earlier position.
+        layer_types: which layers have the window; empty: all of them.
+        attention_scale: factor of the attention scores; None: D^-1/2.
+        qkv_bias: biases on the q, k and v projections.
+        attention_out_bias: bias on the output projection of attention.
+        mlp_bias: biases on the projections of the MLP.
+        is_parallel: attention and MLP read the same residual stream and are added together.
+        moe: the experts, of a model that has some.
+        mla: the latents, of a model that attends over such; `head_dim` is then what is rotated,
+            and there is one KV head.
+        has_sinks: each head's softmax has one more key, of a score of its own and no value.
+        num_skipped_layers: layers after the last that the checkpoint holds and nothing computes.
+        tie_word_embeddings: the output head is the embedding.
+        final_logit_softcapping: logits are squashed into (-c, c) by c tanh(x / c); None: not.
         eos_token_ids: ids that end a generation, of config.json and generation_config.json.
         bos_token_id: id that begins a text, or None.
         checkpoint_dtype: dtype that config.json states, or None. Information only.
@@ -90,12 +193,23 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
+    norm_eps: float = 1e-6
+    activation: Activation = "silu"
     rope: RopeConfig = RopeConfig()
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    tie_word_embeddings: bool = False
+    sliding_rope: RopeConfig | None = None
     sliding_window: int | None = None
+    layer_types: tuple[LayerType, ...] = ()
+    attention_scale: float | None = None
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    is_parallel: bool = False
+    moe: MoEConfig | None = None
+    mla: MLAConfig | None = None
+    has_sinks: bool = False
+    num_skipped_layers: int = 0
+    tie_word_embeddings: bool = False
+    final_logit_softcapping: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     checkpoint_dtype: str | None = None
@@ -122,6 +236,48 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even for rotary embedding, got {self.head_dim}")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be >= 1, got {self.sliding_window}")
+        if self.layer_types and len(self.layer_types) != self.num_layers:
+            raise ValueError(
+                f"layer_types must name {self.num_layers} layers, got {len(self.layer_types)}"
+            )
+
+    @property
+    def sm_scale(self) -> float:
+        """Factor of the attention scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def ropes(self) -> frozenset[RopeConfig]:
+        """The rotary embeddings of all layers."""
+        return frozenset(self.rope_of(layer) for layer in range(self.num_layers))
+
+    def is_sliding(self, layer: int) -> bool:
+        """Whether a layer has the window."""
+        if self.sliding_window is None:
+            return False
+        return not self.layer_types or self.layer_types[layer] == "sliding_attention"
+
+    def window_of(self, layer: int) -> int | None:
+        """Positions that a query of a layer attends to; None for all."""
+        return self.sliding_window if self.is_sliding(layer) else None
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """Rotary embedding of a layer."""
+        if self.sliding_rope is not None and self.is_sliding(layer):
+            return self.sliding_rope
+        return self.rope
+
+    def for_length(self, max_len: int) -> ModelConfig:
+        """Return the configuration for sequences of up to `max_len` tokens.
+
+        longrope has two sets of frequencies. A replica uses one of them for all its requests, the
+        long one if it admits sequences beyond the original context: the keys in the cache must not
+        depend on how long a sequence will become.
+        """
+        rope = self.rope
+        if rope.kind != "longrope" or max_len <= rope.original_max_position_embeddings:
+            return self
+        return replace(self, rope=replace(rope, is_long=True))
 
 
 def _no_options() -> dict[str, CompilerOption]:

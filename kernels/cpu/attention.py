@@ -29,6 +29,7 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     sliding_window: int | None = None,
+    sinks: jax.Array | None = None,
     layer: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values to their pages, then attend over the pages.
@@ -46,6 +47,7 @@ def ragged_paged_attention(
         num_seqs: i32 [1], sequences in use.
         sm_scale: factor of the scores.
         sliding_window: keys that a query sees, itself included; None for all.
+        sinks: f32 [H], the score of one more key with a value of zero; None for no such key.
         layer: which of L layers to attend over, where the pages of all were given.
 
     Returns:
@@ -64,6 +66,10 @@ def ragged_paged_attention(
     _check_shapes(q, k, v, kv_pages, layer)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    if sinks is None:
+        sinks = jnp.zeros(0, jnp.float32)
+    elif sinks.shape != (q.shape[1],) or sinks.dtype != jnp.float32:
+        raise ValueError(f"sinks must be f32 [{q.shape[1]}], got {sinks.dtype} {sinks.shape}")
     library.load()
     call = jax.ffi.ffi_call(
         "systole_ragged_paged_attention",
@@ -82,6 +88,7 @@ def ragged_paged_attention(
         page_indices,
         cu_q_lens,
         num_seqs,
+        sinks,
         scale=np.float32(sm_scale),
         window=_NO_WINDOW if sliding_window is None else sliding_window,
         layer=layer or 0,

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels import reference
+from kernels import mla_reference, reference
 from kernels.cpu import library
 from kernels.tpu import attention as tpu_attention
 from replicas.config import CompilerOption, EngineConfig, ModelConfig
@@ -101,15 +101,24 @@ def resolve_config(
                 f"kv_cache_bytes {config.kv_cache_bytes} holds no page of {page_bytes} bytes"
             )
     attention = config.attention
+    has_latents = model_config.mla is not None
     has_pallas = platform == "tpu" and model_config.head_dim == tpu_attention.HEAD_DIM
+    has_pallas = has_pallas and not has_latents and not model_config.has_sinks
     if attention == "auto":
-        attention = "native" if platform == "cpu" and has_native else "reference"
+        is_native = platform == "cpu" and has_native and not has_latents
+        attention = "native" if is_native else "reference"
         if has_pallas:
             attention = "pallas"
     if attention == "pallas" and not has_pallas:
         raise ValueError(
-            f"attention 'pallas' is for TPUs and a head_dim of {tpu_attention.HEAD_DIM}, got "
-            f"{platform!r} and {model_config.head_dim}: set attention to 'auto'"
+            f"attention 'pallas' is for TPUs and a head_dim of {tpu_attention.HEAD_DIM}, without "
+            f"latents or sinks; got {platform!r}, {model_config.head_dim} and family "
+            f"{model_config.family!r}: set attention to 'auto'"
+        )
+    if attention == "native" and has_latents:
+        raise ValueError(
+            f"attention 'native' has no kernel for latents, which {model_config.family!r} attends "
+            "over: set attention to 'auto'"
         )
     matmul = config.matmul
     if matmul == "auto":
@@ -278,7 +287,7 @@ def _kv_page_shapes(plan: EnginePlan) -> Any:
         page_size=config.page_size,
         dtype=jnp.dtype(config.dtype),
         num_shards=config.tensor_parallel,
-        sharding=kv_pages_sharding(plan.mesh) if is_sharded else None,
+        sharding=kv_pages_sharding(plan.mesh, plan.model_config) if is_sharded else None,
         is_stacked=config.attention == "native" and not is_sharded,
     )
 
@@ -290,7 +299,7 @@ def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:
     specs = _param_specs(plan)
     forward = shard_forward(family.forward, mesh, specs)
     compute_logits = shard_logits(family.compute_logits, mesh, specs)
-    attention = _attention(config)
+    attention = _attention(config, model_config)
     model = Model(
         forward=lambda params, kv_pages, inputs: forward(
             params, kv_pages, inputs, model_config, attention=attention
@@ -380,11 +389,18 @@ def _break_even_context(model_config: ModelConfig) -> int:
     """
     attention_size = model_config.num_heads * model_config.head_dim
     kv_size = model_config.num_kv_heads * model_config.head_dim
-    per_channel = 2 * attention_size + 2 * kv_size + 3 * model_config.intermediate_size
+    moe = model_config.moe
+    ffn_size = model_config.intermediate_size if moe is None else moe.active_intermediate_size
+    per_channel = 2 * attention_size + 2 * kv_size + 3 * ffn_size
+    mla = model_config.mla
+    if mla is not None:  # scores over the whole cached row, values over its latent
+        attention_size = model_config.num_heads * (mla.cache_dim + mla.kv_lora_rank) // 2
     return max(1, model_config.hidden_size * per_channel // (2 * attention_size))
 
 
-def _attention(config: EngineConfig) -> AttentionFn:
+def _attention(config: EngineConfig, model_config: ModelConfig) -> AttentionFn:
+    if model_config.mla is not None:
+        return mla_reference.ragged_paged_latent_attention
     if config.attention == "native":
         from kernels.cpu import attention
 

@@ -1,7 +1,8 @@
 """The KV pages of a model: their shape, their size, their allocation and attention over them.
 
 Page tables belong to the engine's page allocator; this file only knows memory. Layout of a layer:
-[N, 2K, page, D], key of KV head h at row 2h and its value at row 2h + 1. A cache is an array per
+[N, 2K, page, D], key of KV head h at row 2h and its value at row 2h + 1; or [N, 1, page, R + P] of
+latents and rotated key parts (see `mla`). A cache is an array per
 layer, or one array [L, N, 2K, page, D] for a kernel that updates one layer of it in place: fewer
 arguments. Invariant: page 0 is the null page, which padded writes may hit and no sequence owns.
 """
@@ -20,7 +21,7 @@ from replicas.models.sharding import num_sharded_kv_heads
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
-    from jaxtyping import Array, Float
+    from jaxtyping import Array, Float, Float32
 
 type KVPages = "Array | tuple[Array, ...]"
 type Attention = Callable[..., tuple[Array, Array]]
@@ -30,6 +31,8 @@ def kv_pages_shape(
     config: ModelConfig, *, num_pages: int, page_size: int, num_shards: int = 1
 ) -> tuple[int, int, int, int]:
     """Return the global shape [N, 2K, page, D] of one layer's pages over `num_shards` devices."""
+    if config.mla is not None:
+        return (num_pages, 1, page_size, config.mla.cache_dim)
     num_heads = num_sharded_kv_heads(config, num_shards)
     return (num_pages, 2 * num_heads, page_size, config.head_dim)
 
@@ -114,6 +117,7 @@ def attend(
     layer: int,
     sm_scale: float,
     sliding_window: int | None,
+    sinks: Float32[Array, " H"] | None = None,
 ) -> tuple[Float[Array, "T H D"], KVPages]:
     """Write a layer's keys and values to its pages and attend over them.
 
@@ -128,9 +132,12 @@ def attend(
         layer: index of the layer.
         sm_scale: factor of the scores.
         sliding_window: keys that a query sees, itself included; None for all.
+        sinks: the score of one more key without a value; only for an attention that takes them.
     """
     indices = (inputs.kv_lens, inputs.page_indices, inputs.cu_q_lens, inputs.num_seqs)
-    options = {"sm_scale": sm_scale, "sliding_window": sliding_window}
+    options: dict[str, Any] = {"sm_scale": sm_scale, "sliding_window": sliding_window}
+    if sinks is not None:
+        options["sinks"] = sinks
     if isinstance(kv_pages, tuple):
         out, pages = attention(q, k, v, kv_pages[layer], *indices, **options)
         return out, (*kv_pages[:layer], pages, *kv_pages[layer + 1 :])

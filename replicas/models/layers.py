@@ -1,4 +1,4 @@
-"""Building blocks that the families share: projection, norm, rotary embedding, gated MLP.
+"""Building blocks that the families share: projection, norm, embedding, gated MLP.
 
 Pure functions on arrays of one shard. Invariant: the bits of a row depend on that row alone.
 Weights are [N, K] (out, in) and rows are never fewer than 8, which is what makes XLA's CPU dots
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from kernels import int8_reference
@@ -20,7 +19,7 @@ from kernels.cpu import int8_matmul, matmul
 from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
 from kernels.cpu.matmul import PackedGateUp, PackedWeight
 from kernels.int8_reference import Int8Matrix
-from replicas.config import RopeConfig
+from replicas.config import Activation
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Float32, Int32
@@ -64,6 +63,26 @@ def rms_norm(
     x = x.astype(jnp.float32)
     mean_square = row_sum(jnp.square(x))[:, None] / x.shape[1]
     return x * lax.rsqrt(mean_square + eps) * weight[None, :]
+
+
+def layer_norm(
+    x: Float32[Array, "T M"],
+    weight: Float32[Array, " M"],
+    bias: Float32[Array, " M"],
+    *,
+    eps: float,
+) -> Float32[Array, "T M"]:
+    """Shift and scale each row to zero mean and unit variance, in f32 (Ba et al. 2016)."""
+    x = x.astype(jnp.float32)
+    centred = x - row_sum(x)[:, None] / x.shape[1]
+    return rms_norm(centred, weight, eps=eps) + bias[None, :]
+
+
+def head_norm(
+    x: Float32[Array, "T H D"], weight: Float32[Array, " D"], *, eps: float
+) -> Float32[Array, "T H D"]:
+    """Apply `rms_norm` to every head by itself."""
+    return rms_norm(x.reshape(-1, x.shape[2]), weight, eps=eps).reshape(x.shape)
 
 
 def row_sum(x: Float32[Array, "T K"]) -> Float32[Array, " T"]:
@@ -112,57 +131,34 @@ def gated_linear(
     | Int8Matrix,
     bias: Float[Array, " 2F"] | None,
     num_rows: Int32[Array, " 1"],
+    *,
+    activation: Activation = "silu",
 ) -> Float32[Array, "T F"]:
-    """Return silu(gate) * up of a fused projection, by one kernel where it was packed so."""
-    if isinstance(gate_up, PackedGateUp):
-        return matmul.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
-    if isinstance(gate_up, Int8GateUp):
-        return int8_matmul.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
-    return silu_gate(add_bias(linear(x, gate_up, num_rows), bias))
+    """Return activation(gate) * up of a fused projection (Shazeer 2020).
 
-
-def silu_gate(gate_up: Float32[Array, "T 2F"]) -> Float32[Array, "T F"]:
-    """Return silu(gate) * up of a fused [gate, up] projection (SwiGLU, Shazeer 2020)."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return jax.nn.silu(gate) * up
-
-
-def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Return the angle per position of each rotated pair, f32 [D / 2].
-
-    Computed once on the host in f64. llama3: a wavelength is divided by `factor` above
-    original / low_freq_factor, kept below original / high_freq_factor, and blended linearly in the
-    inverse wavelength between the two.
+    By one kernel where it was packed so, which only weights for "silu" are.
     """
-    frequencies = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.kind == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.kind == "llama3":
-        periods = rope.original_max_position_embeddings * frequencies / (2 * np.pi)
-        blend = (periods - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-        blend = np.clip(blend, 0.0, 1.0)
-        frequencies = (1 - blend) * frequencies / rope.factor + blend * frequencies
-    return frequencies.astype(np.float32)
+    if isinstance(gate_up, PackedGateUp | Int8GateUp):
+        assert activation == "silu"
+        kernel = matmul if isinstance(gate_up, PackedGateUp) else int8_matmul
+        return kernel.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
+    gate, up = jnp.split(add_bias(linear(x, gate_up, num_rows), bias), 2, axis=-1)
+    return activate(gate, activation) * up
 
 
-def rope_angles(
-    positions: Int32[Array, " T"], rope: RopeConfig, head_dim: int
-) -> tuple[Float32[Array, "T D/2"], Float32[Array, "T D/2"]]:
-    """Return cosine and sine of every position's angles, in f32: bf16 would round 257 to 256."""
-    frequencies = jnp.asarray(rope_frequencies(rope, head_dim))
-    angles = positions.astype(jnp.float32)[:, None] * frequencies[None, :]
-    # Without the barrier XLA fuses them into every use: once per head of every layer.
-    return lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+def activate(x: Float32[Array, "T F"], activation: Activation) -> Float32[Array, "T F"]:
+    """Apply the MLP's nonlinearity."""
+    match activation:
+        case "silu":
+            return jax.nn.silu(x)
+        case "gelu":
+            return jax.nn.gelu(x, approximate=False)
+        case "gelu_tanh":
+            return jax.nn.gelu(x, approximate=True)
+        case "relu":
+            return jax.nn.relu(x)
 
 
-def apply_rope(
-    x: Float32[Array, "T H D"],
-    angles: tuple[Float32[Array, "T D/2"], Float32[Array, "T D/2"]],
-) -> Float32[Array, "T H D"]:
-    """Rotate pairs (i, i + D/2) of every head (Su et al. 2021, in the half-split layout)."""
-    cos, sin = (table[:, None, None, :] for table in angles)
-    halves = x.reshape(*x.shape[:2], 2, -1)
-    # first * cos - second * sin, then second * cos + first * sin. A reversal fuses with its
-    # neighbours where a concatenation of the two does not.
-    signs = jnp.array([-1.0, 1.0], jnp.float32).reshape(1, 1, 2, 1)
-    return (halves * cos + jnp.flip(halves, axis=2) * (sin * signs)).reshape(x.shape)
+def soft_cap(x: Float32[Array, "T N"], cap: float | None) -> Float32[Array, "T N"]:
+    """Squash into (-cap, cap); the identity without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)

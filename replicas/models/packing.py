@@ -21,7 +21,7 @@ def pack_params(params: Any, config: ModelConfig) -> Any:
     Host memory holds both trees meanwhile.
     """
     stack = functools.partial(stack_layers, num_layers=config.num_layers)
-    prepared = get_family(config).prepare_params(params, pack, pack_gate_up, stack)
+    prepared = get_family(config).prepare_params(params, config, pack, pack_gate_up, stack)
     return jax.device_put(prepared)
 
 
@@ -29,7 +29,7 @@ def abstract_packed_params(params: Any, config: ModelConfig) -> Any:
     """Return what `pack_params` would make of abstract weights; packs one of each shape."""
     stack = functools.partial(abstract_stack, num_layers=config.num_layers)
     prepare = get_family(config).prepare_params
-    return prepare(params, on_shapes(pack), on_shapes(pack_gate_up), stack)
+    return prepare(params, config, on_shapes(pack), on_shapes(pack_gate_up), stack)
 
 
 def on_shapes(pack_weight: Callable[[np.ndarray], Any]) -> Callable[[jax.ShapeDtypeStruct], Any]:

@@ -21,24 +21,67 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A tensor of the checkpoint that a parameter is made of.
+    """A tensor of the checkpoint that a parameter is made of, or some of its rows.
+
+    Rows are selected, then repeated by head, then padded with zeros.
 
     Attributes:
         name: its name in the safetensors file.
         shape: its shape there.
-        num_heads: groups of rows that are repeated together; matters only with `repeats` > 1.
-        repeats: copies of each head: KV heads are replicated when fewer than the tensor axis.
+        num_groups: groups of equally many rows, from each of which [begin, end) is taken: q, k or v
+            of a tensor that holds all three, once or head by head.
+        begin: first row taken of each group.
+        end: end of the rows taken of each group; None: the group's.
+        num_heads: heads of the selected rows that are repeated together; matters with `repeats`.
+        repeats: copies of each head, one after the other.
+        num_padding_rows: rows of zeros after the last.
+        num_padding_columns: columns of zeros after the last.
+        is_packed: a format of bytes, which something else decodes.
     """
 
     name: str
     shape: tuple[int, ...]
+    num_groups: int = 1
+    begin: int = 0
+    end: int | None = None
     num_heads: int = 1
     repeats: int = 1
+    num_padding_rows: int = 0
+    num_padding_columns: int = 0
+    is_packed: bool = False
+
+    @property
+    def num_selected_rows(self) -> int:
+        """Rows of the tensor that are taken."""
+        group_size = self.shape[0] // self.num_groups
+        return self.num_groups * ((group_size if self.end is None else self.end) - self.begin)
 
     @property
     def num_rows(self) -> int:
         """Rows that it contributes to the parameter."""
-        return self.shape[0] * self.repeats
+        return self.num_selected_rows * self.repeats + self.num_padding_rows
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Shape of one row that it contributes."""
+        if len(self.shape) == 1:
+            return ()
+        return (self.shape[1] + self.num_padding_columns, *self.shape[2:])
+
+    def select(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the rows taken, without a copy where they lie together."""
+        groups = tensor.reshape(self.num_groups, -1, *tensor.shape[1:])
+        return groups[:, self.begin : self.end].reshape(-1, *tensor.shape[1:])
+
+    def arrange(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the rows [num_rows, *row_shape] that it contributes."""
+        rows = self.select(tensor)
+        if self.repeats > 1:
+            heads = rows.reshape(self.num_heads, -1, *rows.shape[1:])
+            rows = heads.repeat(self.repeats, axis=0).reshape(-1, *rows.shape[1:])
+        padding = [(0, self.num_padding_rows), (0, self.num_padding_columns)][: rows.ndim]
+        padding += [(0, 0)] * (rows.ndim - len(padding))
+        return np.pad(rows, padding) if any(after for _, after in padding) else rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +93,19 @@ class ParamSpec:
         axes: logical axis name of each dimension (see sharding.py).
         num_shards: devices that a fused weight's rows are ordered for.
         is_float32: kept in f32 whatever the compute dtype (norm weights: small, and used in f32).
+        offset: added to every element, after conversion: some norms store their weight minus 1.
     """
 
     sources: tuple[Source, ...]
     axes: tuple[str, ...]
     num_shards: int = 1
     is_float32: bool = False
+    offset: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Global shape over all shards."""
-        return (sum(source.num_rows for source in self.sources), *self.sources[0].shape[1:])
+        return (sum(source.num_rows for source in self.sources), *self.sources[0].row_shape)
 
     def abstract(self, dtype: DTypeLike) -> jax.ShapeDtypeStruct:
         """Return shape and dtype for a model that computes in `dtype`."""
@@ -71,27 +116,22 @@ class ParamSpec:
 
         Always a copy: the device array may alias its memory, and a memory-mapped file may change.
         """
-        expanded = [
-            _repeat_heads(tensor, source)
-            for tensor, source in zip(tensors, self.sources, strict=True)
+        parts = [
+            source.arrange(tensor) for tensor, source in zip(tensors, self.sources, strict=True)
         ]
-        if len(expanded) == 1:
-            return np.array(expanded[0], dtype=self._storage_dtype(dtype))
-        out = np.empty(self.shape, self._storage_dtype(dtype))
-        row = 0
-        for shard in range(self.num_shards):
-            for tensor in expanded:
-                rows = tensor.shape[0] // self.num_shards
-                out[row : row + rows] = tensor[shard * rows : (shard + 1) * rows]
-                row += rows
+        if len(parts) == 1:
+            out = np.array(parts[0], dtype=self._storage_dtype(dtype))
+        else:
+            out = np.empty(self.shape, self._storage_dtype(dtype))
+            row = 0
+            for shard in range(self.num_shards):
+                for part in parts:
+                    rows = part.shape[0] // self.num_shards
+                    out[row : row + rows] = part[shard * rows : (shard + 1) * rows]
+                    row += rows
+        if self.offset:
+            out += out.dtype.type(self.offset)
         return out
 
     def _storage_dtype(self, dtype: DTypeLike) -> np.dtype:
         return np.dtype(jnp.float32) if self.is_float32 else np.dtype(dtype)
-
-
-def _repeat_heads(tensor: np.ndarray, source: Source) -> np.ndarray:
-    if source.repeats == 1:
-        return tensor
-    heads = tensor.reshape(source.num_heads, -1, *tensor.shape[1:])
-    return heads.repeat(source.repeats, axis=0).reshape(-1, *tensor.shape[1:])

@@ -36,10 +36,11 @@ def quantize_params(
     prepare = get_family(config).prepare_params
     if not is_native:
         return jax.device_put(
-            prepare(params, functools.partial(quantize_weight, rotation=rotation))
+            prepare(params, config, functools.partial(quantize_weight, rotation=rotation))
         )
     prepared = prepare(
         params,
+        config,
         functools.partial(int8_matmul.pack, rotation=rotation),
         functools.partial(int8_matmul.pack_gate_up, rotation=rotation),
         functools.partial(stack_layers, num_layers=config.num_layers),
@@ -51,9 +52,10 @@ def abstract_quantized_params(params: Any, config: ModelConfig, *, is_native: bo
     """Return the shapes of what `quantize_params` would make of abstract weights."""
     prepare = get_family(config).prepare_params
     if not is_native:
-        return prepare(params, on_shapes(quantize_weight))
+        return prepare(params, config, on_shapes(quantize_weight))
     return prepare(
         params,
+        config,
         on_shapes(int8_matmul.pack),
         on_shapes(int8_matmul.pack_gate_up),
         functools.partial(abstract_stack, num_layers=config.num_layers),

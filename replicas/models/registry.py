@@ -1,6 +1,7 @@
 """The model families that are built: one line each.
 
-A family is its config parser and three pure functions over one description of its parameters.
+A family is its config parser and a description of its parameters, over which the functions of the
+shared decoder run; where the family differs from it, functions of its own.
 Invariant: what is not listed here is refused by name.
 """
 
@@ -14,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from replicas.config import ModelConfig
-from replicas.models import hf_config, llama
+from replicas.models import (
+    decoder,
+    decoder_params,
+    deepseek_v3,
+    gpt_oss,
+    hf_config,
+    llama,
+    mistral,
+    mixtral,
+    moe,
+    moe_params,
+    qwen3_moe,
+)
 from replicas.models.hf_config import RawConfig, UnsupportedModelError
 from replicas.models.sharding import ParamSpec
 
@@ -24,23 +37,24 @@ if TYPE_CHECKING:
 __all__ = ["ModelFamily", "UnsupportedModelError", "get_family", "load_model_config"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ModelFamily:
     """What the engine and the weight loader need of a family.
 
     Attributes:
         parse_config: config.json as a mapping to ModelConfig; refuses what is not supported.
         param_specs: the parameter tree with a `ParamSpec` at every leaf.
-        prepare_params: (params, pack, pack_gate_up) -> params in the layout of native kernels.
         forward: (params, kv_pages, inputs, config, *, attention) -> (hidden, kv_pages).
         compute_logits: (params, hidden rows, rows in use, config) -> f32 logits.
+        prepare_params: (params, config, pack, pack_gate_up, stack) -> params in the layout of
+            native kernels.
     """
 
     parse_config: Callable[[RawConfig], ModelConfig]
     param_specs: Callable[..., Any]
-    prepare_params: Callable[..., Any]
-    forward: Callable[..., Any]
-    compute_logits: Callable[..., Any]
+    forward: Callable[..., Any] = decoder.forward
+    compute_logits: Callable[..., Any] = decoder.compute_logits
+    prepare_params: Callable[..., Any] = decoder_params.prepare_params
 
     def abstract_params(self, config: ModelConfig, dtype: DTypeLike, *, num_shards: int = 1) -> Any:
         """Return the parameter tree as ShapeDtypeStructs: nothing is allocated."""
@@ -48,20 +62,25 @@ class ModelFamily:
         return jax.tree.map(lambda spec: spec.abstract(dtype), specs, is_leaf=_is_spec)
 
 
+def _with_experts(
+    parse_config: Callable[[RawConfig], ModelConfig],
+    param_specs: Callable[..., Any],
+    forward: Callable[..., Any] = moe.forward,
+) -> ModelFamily:
+    return ModelFamily(parse_config, param_specs, forward, prepare_params=moe_params.prepare_params)
+
+
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily(
-        parse_config=hf_config.parse_llama,
-        param_specs=llama.param_specs,
-        prepare_params=llama.prepare_params,
-        forward=llama.forward,
-        compute_logits=llama.compute_logits,
+    "llama": ModelFamily(llama.parse_config, llama.param_specs),
+    "mistral": ModelFamily(mistral.parse_config, mistral.param_specs),
+    "mixtral": _with_experts(mixtral.parse_config, mixtral.param_specs),
+    "qwen3_moe": _with_experts(qwen3_moe.parse_config, qwen3_moe.param_specs),
+    "gpt_oss": _with_experts(gpt_oss.parse_config, gpt_oss.param_specs),
+    "deepseek_v3": _with_experts(
+        deepseek_v3.parse_config, deepseek_v3.param_specs, deepseek_v3.forward
     ),
-    "mistral": ModelFamily(
-        parse_config=hf_config.parse_mistral,
-        param_specs=llama.param_specs,
-        prepare_params=llama.prepare_params,
-        forward=llama.forward,
-        compute_logits=llama.compute_logits,
+    "kimi_k2": _with_experts(
+        deepseek_v3.parse_kimi_k2, deepseek_v3.param_specs, deepseek_v3.forward
     ),
 }
 

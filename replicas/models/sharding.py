@@ -8,6 +8,7 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -30,12 +31,18 @@ RULES: dict[str, str | None] = {
     "attention_out": TENSOR_AXIS,
     "gate_up_rows": TENSOR_AXIS,
     "ffn": TENSOR_AXIS,
+    "expert": TENSOR_AXIS,
+    "expert_ffn": None,
+    "router": None,
+    "heads": TENSOR_AXIS,
+    "latent": None,
     "page": None,
     "kv_rows": TENSOR_AXIS,
     "token": None,
     "head_dim": None,
 }
 KV_PAGES_AXES = ("page", "kv_rows", "token", "head_dim")
+LATENT_PAGES_AXES = ("page", "latent", "token", "head_dim")
 
 
 def make_mesh(config: EngineConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -53,24 +60,49 @@ def make_mesh(config: EngineConfig, devices: Sequence[Any] | None = None) -> Mes
     return Mesh(np.array(available[: config.tensor_parallel]), (TENSOR_AXIS,))
 
 
-def num_sharded_kv_heads(config: ModelConfig, num_shards: int) -> int:
-    """Return the KV heads in the cache over all shards: replicated when fewer than the shards.
+@dataclass(frozen=True, slots=True)
+class ShardedHeads:
+    """Attention heads over all shards: as many on each, and each query beside its KV head.
 
-    Raises:
-        ValueError: a dimension does not divide over the shards; names it.
+    Attributes:
+        num_heads: query heads, those that only pad included; padding comes last.
+        num_kv_heads: KV heads in the cache, copies and padding included.
+        repeats: copies of each KV head.
     """
-    for name in ("num_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, name) % num_shards:
-            raise ValueError(
-                f"tensor_parallel = {num_shards} does not divide {name} = {getattr(config, name)}"
-            )
-    num_heads = config.num_kv_heads
-    if num_heads % num_shards and num_shards % num_heads:
-        raise ValueError(
-            f"tensor_parallel = {num_shards} and num_kv_heads = {num_heads}: one must divide "
-            "the other"
-        )
-    return max(num_heads, num_shards)
+
+    num_heads: int
+    num_kv_heads: int
+    repeats: int
+
+
+def shard_heads(num_heads: int, num_kv_heads: int, num_shards: int) -> ShardedHeads:
+    """Divide heads evenly: KV heads are copied for queries on other shards, then both are padded.
+
+    Heads are kept in blocks of b queries and their KV head, where b divides H / K: all H / K of
+    them, or fewer if that needs no more KV heads. Padding heads are zeros and add nothing: 3 KV
+    heads of 2 queries are, on 2 or 4 shards, 4 of 2, and on 8, 8 of 1.
+    """
+    group_size = num_heads // num_kv_heads
+
+    def with_blocks_of(size: int) -> ShardedHeads:
+        num_blocks = round_up(num_heads // size, num_shards)
+        return ShardedHeads(num_blocks * size, num_blocks, group_size // size)
+
+    sizes = [size for size in range(group_size, 0, -1) if group_size % size == 0]
+    return min(
+        (with_blocks_of(size) for size in sizes),
+        key=lambda heads: (heads.num_kv_heads, heads.num_heads),
+    )
+
+
+def num_sharded_kv_heads(config: ModelConfig, num_shards: int) -> int:
+    """Return the KV heads in the cache over all shards."""
+    return shard_heads(config.num_heads, config.num_kv_heads, num_shards).num_kv_heads
+
+
+def round_up(size: int, num_shards: int) -> int:
+    """Return the next multiple of `num_shards`: what a padded dimension measures."""
+    return -(-size // num_shards) * num_shards
 
 
 def partition_spec(axes: Sequence[str]) -> PartitionSpec:
@@ -104,9 +136,17 @@ def param_shardings(param_specs: Any, mesh: Mesh) -> Any:
     )
 
 
-def kv_pages_sharding(mesh: Mesh) -> NamedSharding:
-    """Return the sharding of one layer's pages [N, 2K, page, D]: whole KV heads per device."""
-    return NamedSharding(mesh, partition_spec(KV_PAGES_AXES))
+def kv_pages_sharding(mesh: Mesh, config: ModelConfig | None = None) -> NamedSharding:
+    """Return the sharding of one layer's pages [N, 2K, page, D]: whole KV heads per device.
+
+    Pages of latents, which have no heads, are whole on every device.
+    """
+    return NamedSharding(mesh, _pages_spec(config))
+
+
+def _pages_spec(config: ModelConfig | None) -> PartitionSpec:
+    has_latents = config is not None and config.mla is not None
+    return partition_spec(LATENT_PAGES_AXES if has_latents else KV_PAGES_AXES)
 
 
 def shard_forward(forward: Callable[..., Any], mesh: Mesh, param_specs: Any) -> Callable[..., Any]:
@@ -125,7 +165,7 @@ def shard_forward(forward: Callable[..., Any], mesh: Mesh, param_specs: Any) -> 
         *,
         attention: Callable[..., Any],
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-        pages = partition_spec(KV_PAGES_AXES)
+        pages = _pages_spec(config)
         return jax.shard_map(
             lambda p, kv, x: forward(p, kv, x, config, attention=attention, axis_name=TENSOR_AXIS),
             mesh=mesh,

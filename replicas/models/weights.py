@@ -58,14 +58,13 @@ def load_params(
         is_leaf=lambda node: isinstance(node, ParamSpec),
     )
     checkpoint = Checkpoint(path)
-    problems = [*checkpoint.problems, *_audit(checkpoint, specs)]
+    problems = [*checkpoint.problems, *_audit(checkpoint, specs, config)]
     if problems:
         raise CheckpointError(path, problems)
 
     leaf_shardings = [None] * len(specs) if shardings is None else tree.flatten_up_to(shardings)
-    total_bytes = sum(
-        checkpoint.tensors[source.name].num_bytes for spec in specs for source in spec.sources
-    )
+    names = {source.name for spec in specs for source in spec.sources}
+    total_bytes = sum(checkpoint.tensors[name].num_bytes for name in names)
     done_bytes = 0
     params: list[jax.Array] = []
     for spec, sharding in zip(specs, leaf_shardings, strict=True):
@@ -74,7 +73,10 @@ def load_params(
         # Waiting bounds host memory to one parameter in flight.
         params.append(array.block_until_ready())
         checkpoint.release()
-        done_bytes += sum(tensor.nbytes for tensor in tensors)
+        done_bytes += sum(
+            source.select(tensor).nbytes
+            for source, tensor in zip(spec.sources, tensors, strict=True)
+        )
         if progress is not None:
             progress(done_bytes, total_bytes)
     return tree.unflatten(params)
@@ -99,7 +101,7 @@ def abstract_params(
     )
 
 
-def _audit(checkpoint: Checkpoint, specs: list[ParamSpec]) -> list[str]:
+def _audit(checkpoint: Checkpoint, specs: list[ParamSpec], config: ModelConfig) -> list[str]:
     """Compare names and shapes with what the config asks for; return every difference."""
     expected = {source.name: source.shape for spec in specs for source in spec.sources}
     # Tensors whose bytes are at fault are reported once, not again as missing.
@@ -115,14 +117,25 @@ def _audit(checkpoint: Checkpoint, specs: list[ParamSpec]) -> list[str]:
         for name, shape in expected.items()
         if name in checkpoint.tensors and checkpoint.tensors[name].shape != shape
     ]
+    packed = {source.name for spec in specs for source in spec.sources if source.is_packed}
+    mistyped = [
+        f"mistyped: {name} is {entry.dtype}, not {'bytes' if name in packed else 'a float'}"
+        for name, entry in checkpoint.tensors.items()
+        if name in expected and (entry.dtype == np.uint8) != (name in packed)
+    ]
+    first = config.num_layers
+    skipped = tuple(
+        f"model.layers.{index}." for index in range(first, first + config.num_skipped_layers)
+    )
     extra = [
         f"extra: {name} {list(entry.shape)} is not part of the model that config.json describes"
         for name, entry in checkpoint.tensors.items()
         if name not in expected
         and not _IGNORED_NAMES.search(name)
+        and not name.startswith(skipped)
         and not _is_tied_copy(checkpoint, name)
     ]
-    return [*missing, *misshapen, *extra]
+    return [*missing, *misshapen, *mistyped, *extra]
 
 
 def _is_tied_copy(checkpoint: Checkpoint, name: str) -> bool:

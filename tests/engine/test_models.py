@@ -13,7 +13,8 @@ from bench.paged_forward import PagedForward
 from kernels import reference
 from kernels.cpu import attention, library, matmul
 from replicas.config import EngineConfig, ModelConfig, RopeConfig
-from replicas.models import layers, llama, sharding
+from replicas.models import decoder, layers, llama, rope, sharding
+from replicas.models.decoder_params import prepare_params
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
 from replicas.models.layer_stack import LayerStack, stack_layers
@@ -100,9 +101,8 @@ def test_a_sharded_model_equals_the_naive_one(tmp_path: Path, tensor_parallel: i
         sharding=sharding.kv_pages_sharding(mesh),
     )
     assert kv_pages[0].shape[1] == 2 * max(2, tensor_parallel)
-    assert params.layers[0].qkv.sharding.shard_shape(params.layers[0].qkv.shape)[0] == (
-        params.layers[0].qkv.shape[0] // tensor_parallel
-    )
+    qkv = params.layers[0].attention.qkv
+    assert qkv.sharding.shard_shape(qkv.shape)[0] == qkv.shape[0] // tensor_parallel
     forward = sharding.shard_forward(family.forward, mesh, specs)
     compute_logits = sharding.shard_logits(family.compute_logits, mesh, specs)
 
@@ -137,7 +137,7 @@ def test_a_dense_layer_has_two_collectives(tmp_path: Path) -> None:
         num_shards=2,
         sharding=sharding.kv_pages_sharding(mesh),
     )
-    forward = sharding.shard_forward(llama.forward, mesh, specs)
+    forward = sharding.shard_forward(decoder.forward, mesh, specs)
     lowered = jax.jit(
         lambda p, kv, x: forward(p, kv, x, config, attention=reference.ragged_paged_attention)
     ).lower(params, kv_pages, prefill_inputs(PROMPT[:8], num_rows=8, page_size=8))
@@ -146,20 +146,26 @@ def test_a_dense_layer_has_two_collectives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_shards", "named"),
+    ("num_heads", "num_kv_heads", "num_shards", "expected"),
     [
-        ({"num_heads": 9}, 2, "num_heads = 9"),
-        ({"num_heads": 12}, 4, "num_kv_heads = 3"),
-        ({"num_heads": 12, "num_kv_heads": 4, "intermediate_size": 1530}, 4, "1530"),
-        ({"num_heads": 12, "num_kv_heads": 4, "vocab_size": 1023}, 4, "vocab_size = 1023"),
+        (8, 4, 2, (8, 4, 1)),
+        (8, 2, 4, (8, 4, 2)),
+        (8, 2, 8, (8, 8, 4)),
+        (6, 3, 2, (8, 4, 1)),
+        (6, 3, 4, (8, 4, 1)),
+        (6, 3, 8, (8, 8, 2)),
+        (9, 3, 2, (12, 4, 1)),
+        (32, 8, 16, (32, 16, 2)),
     ],
 )
-def test_a_model_that_does_not_divide_is_refused(
-    changes: dict[str, int], num_shards: int, named: str
+def test_heads_are_copied_and_padded_until_they_divide(
+    num_heads: int, num_kv_heads: int, num_shards: int, expected: tuple[int, int, int]
 ) -> None:
-    config = dataclasses.replace(SMOLLM2_LAYERS, **changes)
-    with pytest.raises(ValueError, match=named):
-        llama.param_specs(config, num_shards=num_shards)
+    heads = sharding.shard_heads(num_heads, num_kv_heads, num_shards)
+    assert (heads.num_heads, heads.num_kv_heads, heads.repeats) == expected
+    assert sharding.shard_heads(num_heads, num_kv_heads, 1) == sharding.ShardedHeads(
+        num_heads, num_kv_heads, 1
+    )
 
 
 def test_a_mesh_larger_than_the_machine_is_refused() -> None:
@@ -190,7 +196,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(
         np.testing.assert_array_equal(part, whole[:num_rows])
 
     compute_logits = jax.jit(
-        lambda params, hidden: llama.compute_logits(
+        lambda params, hidden: decoder.compute_logits(
             params, hidden, jnp.full(1, len(hidden), jnp.int32), config
         )
     )
@@ -212,7 +218,7 @@ def test_padding_rows_of_packed_weights_are_finite_and_change_no_bit() -> None:
     assert np.isfinite(padded).all()
 
     compute_logits = jax.jit(
-        lambda hidden, num_rows: llama.compute_logits(params, hidden, num_rows, SMALL_LAYERS)
+        lambda hidden, num_rows: decoder.compute_logits(params, hidden, num_rows, SMALL_LAYERS)
     )
     logits = compute_logits(whole, np.array([11], np.int32))
     for count in (1, 8):
@@ -239,11 +245,11 @@ def test_row_sums_of_exponentials() -> None:
 
 
 def test_rotation_is_accurate_at_large_positions() -> None:
-    rope = RopeConfig(theta=500_000.0)
+    config = RopeConfig(theta=500_000.0)
     positions = np.array([0, 1, 257, 4097, 65_537, 131_071], np.int32)
-    cos, sin = jax.jit(lambda p: layers.rope_angles(p, rope, 64))(positions)
+    cos, sin = jax.jit(lambda p: rope.rope_angles(p, config, 64))(positions)
     # The product of f32 position and f32 frequency is what the reference computes as well.
-    frequencies = layers.rope_frequencies(rope, 64)
+    frequencies = rope.rope_frequencies(config, 64)
     angles = (positions.astype(np.float32)[:, None] * frequencies[None, :]).astype(np.float64)
     np.testing.assert_allclose(cos, np.cos(angles), atol=2e-6)
     np.testing.assert_allclose(sin, np.sin(angles), atol=2e-6)
@@ -257,18 +263,18 @@ def test_prepared_weights_reach_every_matmul_and_a_tied_head_keeps_its_embedding
         packed.append(weight.shape)
         return weight + 1.0
 
-    prepared = llama.prepare_params(params, pack)
+    prepared = prepare_params(params, SMALL_LAYERS, pack)
     assert len(packed) == 4 * SMALL_LAYERS.num_layers + 1
     assert prepared.embedding is params.embedding
     np.testing.assert_array_equal(prepared.head, params.embedding + 1.0)
-    np.testing.assert_array_equal(prepared.layers[1].down, params.layers[1].down + 1.0)
+    np.testing.assert_array_equal(prepared.layers[1].mlp.down, params.layers[1].mlp.down + 1.0)
 
 
 def test_stacked_layers_and_pages_give_the_bits_of_separate_ones() -> None:
     library.load()
     params = random_params(SMALL_LAYERS, "bfloat16")
     stacked = pack_params(params, SMALL_LAYERS)
-    separate = llama.prepare_params(params, matmul.pack, matmul.pack_gate_up)
+    separate = prepare_params(params, SMALL_LAYERS, matmul.pack, matmul.pack_gate_up)
     assert isinstance(stacked.layers, LayerStack)
     assert len(jax.tree.leaves(stacked)) == 3 + 6
 
@@ -280,7 +286,7 @@ def test_stacked_layers_and_pages_give_the_bits_of_separate_ones() -> None:
             SMALL_LAYERS, num_pages=4, page_size=16, dtype=dtype, is_stacked=is_stacked
         )
         hidden, pages = jax.jit(
-            lambda params, pages: llama.forward(
+            lambda params, pages: decoder.forward(
                 params, pages, inputs, SMALL_LAYERS, attention=attention.ragged_paged_attention
             )
         )(params, pages)
@@ -328,7 +334,7 @@ def run_prefill(
     kv_pages = allocate_kv_pages(config, num_pages=33, page_size=16, dtype=jnp.dtype(dtype))
     inputs = prefill_inputs(token_ids, num_rows=num_rows, page_size=16, pages_per_seq=32)
     forward = jax.jit(
-        lambda params, kv_pages, inputs: llama.forward(
+        lambda params, kv_pages, inputs: decoder.forward(
             params, kv_pages, inputs, config, attention=reference.ragged_paged_attention
         )[0]
     )

@@ -52,11 +52,15 @@ def test_embedding_norms_and_biases_stay_as_they_are(tmp_path: Path) -> None:
         np.testing.assert_array_equal(getattr(quantized, name), getattr(params, name))
     assert isinstance(quantized.head, Int8Weight)
     for before, after in zip(params.layers, quantized.layers, strict=True):
-        assert isinstance(after.gate_up, Int8GateUp)
-        for name in ("qkv", "attention_out", "down"):
-            assert isinstance(getattr(after, name), Int8Weight)
-        for name in ("attention_norm", "mlp_norm", "qkv_bias", "attention_out_bias"):
+        assert isinstance(after.mlp.gate_up, Int8GateUp)
+        for weight in (after.attention.qkv, after.attention.out, after.mlp.down):
+            assert isinstance(weight, Int8Weight)
+        for name in ("attention_norm", "mlp_norm"):
             np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
+        for name in ("qkv_bias", "out_bias"):
+            np.testing.assert_array_equal(
+                getattr(after.attention, name), getattr(before.attention, name)
+            )
 
 
 def test_what_int8_does_not_run_with_is_refused() -> None:

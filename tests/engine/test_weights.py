@@ -37,8 +37,8 @@ def test_projections_are_fused_in_order(tmp_path: Path) -> None:
     prefix = "model.layers.1"
     qkv = np.concatenate([tensors[f"{prefix}.self_attn.{n}_proj.weight"] for n in "qkv"])
     gate_up = np.concatenate([tensors[f"{prefix}.mlp.{n}_proj.weight"] for n in ("gate", "up")])
-    np.testing.assert_array_equal(params.layers[1].qkv, qkv)
-    np.testing.assert_array_equal(params.layers[1].gate_up, gate_up)
+    np.testing.assert_array_equal(params.layers[1].attention.qkv, qkv)
+    np.testing.assert_array_equal(params.layers[1].mlp.gate_up, gate_up)
     np.testing.assert_array_equal(params.head, tensors["lm_head.weight"])
 
 
@@ -51,7 +51,7 @@ def test_every_dtype_is_converted_by_value(tmp_path: Path, source: str, target: 
     expected = tensors["model.embed_tokens.weight"].astype(storage).astype(jnp.dtype(target))
     np.testing.assert_array_equal(np.asarray(params.embedding), expected)
     assert params.embedding.dtype == target
-    assert params.layers[0].qkv.dtype == target
+    assert params.layers[0].attention.qkv.dtype == target
     assert params.final_norm.dtype == "float32"
 
 

@@ -35,6 +35,7 @@ class Case:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     window: int | None = None
+    has_sinks: bool = False
     pad_tokens: int = 3
     pad_seqs: int = 2
     seed: int = 0
@@ -43,6 +44,11 @@ class Case:
     @property
     def kwargs(self) -> dict[str, float | int | None]:
         return {"sm_scale": self.head_dim**-0.5, "sliding_window": self.window}
+
+    @property
+    def sinks(self) -> tuple[float, ...] | None:
+        """One for each head, from far below the scores to far above them."""
+        return tuple(np.linspace(-9, 9, self.num_heads)) if self.has_sinks else None
 
 
 def draw(case: Case) -> Inputs:
@@ -106,8 +112,10 @@ def oracle(case: Case, inputs: Inputs) -> np.ndarray:
             for h in range(case.num_heads):
                 keys, values = flat[h // group * 2 : h // group * 2 + 2, begin:end]
                 scores = keys @ q[cu[s] + i, h] * case.head_dim**-0.5
-                weights = np.exp(scores - scores.max())
-                out[cu[s] + i, h] = weights @ values / weights.sum()
+                top = scores.max()
+                weights = np.exp(scores - top)
+                sink = 0.0 if case.sinks is None else np.exp(case.sinks[h] - top)
+                out[cu[s] + i, h] = weights @ values / (weights.sum() + sink)
     return out
 
 
@@ -126,13 +134,16 @@ def expected_pages(case: Case, inputs: Inputs) -> np.ndarray:
 
 
 @functools.cache
-def _compiled(implementation, window, sm_scale):
-    return jax.jit(functools.partial(implementation, sm_scale=sm_scale, sliding_window=window))
+def _compiled(implementation, window, sm_scale, sinks):
+    options = {} if sinks is None else {"sinks": jnp.asarray(sinks, jnp.float32)}
+    return jax.jit(
+        functools.partial(implementation, sm_scale=sm_scale, sliding_window=window, **options)
+    )
 
 
 def run(implementation, case: Case, inputs: Inputs | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Run jitted; returns output and pages as f32 (exact for bf16)."""
-    function = _compiled(implementation, case.window, case.head_dim**-0.5)
+    function = _compiled(implementation, case.window, case.head_dim**-0.5, case.sinks)
     out, pages = function(*(draw(case) if inputs is None else inputs))
     return np.asarray(out.astype(jnp.float32)), np.asarray(pages.astype(jnp.float32))
 
@@ -163,3 +174,12 @@ CASES = {
     "no_sequence": Case(q_lens=(), kv_lens=(), pad_tokens=8, pad_seqs=4),
     "long_prompt": Case(q_lens=(1, 300), kv_lens=(70, 520), dtype="bfloat16", kv_dtype="bfloat16"),
 }
+
+SINK_CASES = {
+    "sinks": Case(**MIXED, has_sinks=True),
+    "sinks_window_7_bf16": Case(
+        **MIXED, has_sinks=True, window=7, dtype="bfloat16", kv_dtype="bfloat16"
+    ),
+    "sinks_empty_sequence": Case(q_lens=(2, 0, 3), kv_lens=(20, 9, 3), has_sinks=True),
+}
+"""What kernels for models with attention sinks must compute as well."""

@@ -11,6 +11,7 @@ from kernels import reference
 from kernels.cpu.attention import ragged_paged_attention
 from tests.kernels.ragged_cases import (
     CASES,
+    SINK_CASES,
     TOLERANCE,
     Case,
     draw,
@@ -20,7 +21,7 @@ from tests.kernels.ragged_cases import (
 )
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", (CASES | SINK_CASES).values(), ids=(CASES | SINK_CASES).keys())
 def test_equals_the_reference_and_reads_no_spare_memory(case, instruction_set):
     inputs = draw(case)
     out, pages = run(ragged_paged_attention, case, inputs)

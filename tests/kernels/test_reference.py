@@ -6,10 +6,19 @@ import numpy as np
 import pytest
 
 from kernels.reference import ragged_paged_attention
-from tests.kernels.ragged_cases import CASES, TOLERANCE, Case, draw, expected_pages, oracle, run
+from tests.kernels.ragged_cases import (
+    CASES,
+    SINK_CASES,
+    TOLERANCE,
+    Case,
+    draw,
+    expected_pages,
+    oracle,
+    run,
+)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("case", (CASES | SINK_CASES).values(), ids=(CASES | SINK_CASES).keys())
 def test_equals_dense_attention_and_reads_no_spare_memory(case):
     inputs = draw(case)
     out, pages = run(ragged_paged_attention, case, inputs)

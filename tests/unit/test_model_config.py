@@ -97,11 +97,11 @@ def test_absent_keys_have_the_reference_defaults(
     assert config.num_kv_heads == reference.num_key_value_heads
     assert config.head_dim == reference.head_dim
     assert config.max_position_embeddings == reference.max_position_embeddings
-    assert config.rms_norm_eps == reference.rms_norm_eps
+    assert config.norm_eps == reference.rms_norm_eps
     assert config.tie_word_embeddings == reference.tie_word_embeddings
     assert config.rope.theta == reference.rope_parameters["rope_theta"]
     assert config.sliding_window == getattr(reference, "sliding_window", None)
-    assert config.attention_bias == getattr(reference, "attention_bias", False)
+    assert config.qkv_bias == getattr(reference, "attention_bias", False)
     assert config.mlp_bias == getattr(reference, "mlp_bias", False)
     assert config.eos_token_ids == (reference.eos_token_id,)
     assert config.bos_token_id == reference.bos_token_id
@@ -145,13 +145,13 @@ def test_inert_keys_are_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        ({"model_type": "gpt_neox"}, "model_type = 'gpt_neox'"),
+        ({"model_type": "mamba"}, "model_type = 'mamba'"),
         ({"model_type": None}, "model_type = None"),
         (
             {"architectures": ["LlamaForSequenceClassification"]},
             "architectures = ['LlamaForSequenceClassification']",
         ),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"hidden_act": "mish"}, "hidden_act = 'mish'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}"),
         ({"rope_interleaved": True}, "rope_interleaved = True"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
@@ -160,8 +160,8 @@ def test_inert_keys_are_accepted(tmp_path: Path) -> None:
         ({"num_local_experts": 8}, "num_local_experts = 8"),
         ({"sliding_window": 128}, "sliding_window = 128"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = 'yarn'"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type = 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type = 'proportional'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "rope_scaling.factor = None"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor = None"),
         ({"rope_scaling": {"type": "linear", "factor": -2.0}}, "factor = -2.0"),
         ({"rope_scaling": {**LLAMA3, "beta_fast": 32}}, "rope_scaling.beta_fast = 32"),

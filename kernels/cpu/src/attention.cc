@@ -104,8 +104,8 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
                                   ffi::AnyBuffer v, ffi::AnyBuffer kv_pages,
                                   ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> page_indices,
                                   ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs,
-                                  float scale, int64_t window, int64_t layer, ffi::Result<ffi::AnyBuffer> out,
-                                  ffi::Result<ffi::AnyBuffer> pages_out) {
+                                  ffi::Buffer<ffi::F32> sinks, float scale, int64_t window, int64_t layer,
+                                  ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pages_out) {
   if (kv_pages.untyped_data() != pages_out->untyped_data()) {
     return ffi::Error::Internal("kv_pages was not aliased to its output");
   }
@@ -122,6 +122,7 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   args.kv_lens = kv_lens.typed_data();
   args.page_indices = page_indices.typed_data();
   args.cu_q_lens = cu_q_lens.typed_data();
+  args.sinks = sinks.element_count() == 0 ? nullptr : sinks.typed_data();
   args.num_seqs = num_seqs.typed_data()[0];
   args.heads = q.dimensions()[1];
   args.kv_heads = k.dimensions()[1];
@@ -178,6 +179,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_ragged_paged_attention, systole::ragged_pa
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
                                   .Attr<int64_t>("window")
                                   .Attr<int64_t>("layer")

@@ -19,6 +19,7 @@ struct AttentionArgs {
   const int32_t* kv_lens;       // [S]
   const int32_t* page_indices;  // [S, P]
   const int32_t* cu_q_lens;     // [S + 1]
+  const float* sinks;           // [H], scores of a key with a value of zero; null for no such key
   int64_t num_seqs;
   int64_t heads;             // H
   int64_t kv_heads;          // K

@@ -382,6 +382,10 @@ void attend_item(const AttentionArgs& args, const AttentionItem& item, const Att
     }
     store(block.sum + i * kLanes, broadcast(0.0f));
     block.m[i] = kNoMax;
+    if (args.sinks != nullptr) {  // as if a first tile had held the sink
+      block.m[i] = args.sinks[item.head * group + i % group] * 1.44269504f;  // base 2
+      block.sum[i * kLanes] = 1.0f;
+    }
   }
 
   const Span<KV> span(args, item);
