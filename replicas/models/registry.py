@@ -15,7 +15,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from replicas.config import ModelConfig
-from replicas.models import decoder, decoder_params, hf_config, llama, mistral
+from replicas.models import (
+    decoder,
+    decoder_params,
+    gemma3,
+    glm4,
+    gpt_neox,
+    hf_config,
+    llama,
+    mistral,
+    phi3,
+    qwen2,
+    qwen3,
+)
 from replicas.models.hf_config import RawConfig, UnsupportedModelError
 from replicas.models.sharding import ParamSpec
 
@@ -53,6 +65,14 @@ class ModelFamily:
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily(llama.parse_config, llama.param_specs),
     "mistral": ModelFamily(mistral.parse_config, mistral.param_specs),
+    "qwen2": ModelFamily(qwen2.parse_config, qwen2.param_specs),
+    "qwen3": ModelFamily(qwen3.parse_config, qwen3.param_specs),
+    "gemma3_text": ModelFamily(gemma3.parse_config, gemma3.param_specs, gemma3.forward),
+    "glm4": ModelFamily(glm4.parse_config, glm4.param_specs),
+    "phi3": ModelFamily(phi3.parse_config, phi3.param_specs),
+    "gpt_neox": ModelFamily(
+        gpt_neox.parse_config, gpt_neox.param_specs, gpt_neox.forward, gpt_neox.compute_logits
+    ),
 }
 
 
