@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointError", "abstract_params", "load_params"]
 
 # Constants that old exporters stored beside the weights; the config says the same.
-_IGNORED_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
+_IGNORED_NAMES = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
 _HEAD_NAME = "lm_head.weight"
 _EMBEDDING_NAME = "model.embed_tokens.weight"
 

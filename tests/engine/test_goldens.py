@@ -10,7 +10,8 @@ from bench import golden
 from bench.paged_forward import PagedForward
 from tests.naive import NaiveLlama
 
-NAMES = ("llama", "llama3_rope", "llama_hd64_kv3", "mistral_swa")
+LLAMA_NAMES = ("llama", "llama3_rope", "llama_hd64_kv3", "mistral_swa")
+NAMES = (*LLAMA_NAMES, "qwen2", "qwen3", "gemma3", "glm4", "phi3", "gpt_neox")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -23,6 +24,25 @@ def test_logits_and_greedy_tokens_equal_the_reference(golden_dir: Path, name: st
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_int8_stays_close_to_the_reference(golden_dir: Path, name: str) -> None:
+    path = golden_dir / name
+    reference = np.load(path / "golden.npz")
+    model = PagedForward(path, dtype="float32", quantization="int8")
+    logits = model.logits(reference["prompt_0"].tolist())
+    error = np.abs(logits - reference["logits_0"]).max()
+    assert 1e-4 < error <= golden.MAX_LOGIT_ERR["int8"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_stays_close_to_the_reference(golden_dir: Path, name: str) -> None:
+    path = golden_dir / name
+    reference = np.load(path / "golden.npz")
+    logits = PagedForward(path, dtype="bfloat16").logits(reference["prompt_0"].tolist())
+    error = np.abs(logits - reference["logits_0"]).max()
+    assert 1e-4 < error <= golden.MAX_LOGIT_ERR["int8"]
+
+
+@pytest.mark.parametrize("name", LLAMA_NAMES)
 def test_the_naive_model_is_a_valid_reference(golden_dir: Path, name: str) -> None:
     reference = np.load(golden_dir / name / "golden.npz")
     logits = NaiveLlama(golden_dir / name).logits(reference["prompt_0"])

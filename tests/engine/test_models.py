@@ -60,12 +60,27 @@ SMALL_LAYERS = dataclasses.replace(
             }
         },
         {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {
             "model_type": "mistral",
             "architectures": ["MistralForCausalLM"],
             "sliding_window": 7,
         },
     ],
-    ids=["biases", "one kv head", "no grouping", "linear rope", "llama3 rope", "window"],
+    ids=[
+        "biases",
+        "one kv head",
+        "no grouping",
+        "linear rope",
+        "llama3 rope",
+        "yarn rope",
+        "window",
+    ],
 )
 def test_options_equal_the_naive_model(tmp_path: Path, overrides: dict[str, Any]) -> None:
     path = write_checkpoint(tmp_path, overrides)
