@@ -222,7 +222,7 @@ def decoder_specs(
 def pre_norm_specs(
     config: ModelConfig,
     *,
-    attention: Callable[[str], AttentionParams],
+    attention: Callable[[str], Any],
     mlp: Callable[[str], Any],
     norms: NormNames = _PLAIN_NORMS,
     norm_offset: float = 0.0,
