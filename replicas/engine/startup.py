@@ -215,7 +215,7 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
     if model_config.rope.is_long:
         logger.warning(
             "max_model_len %d exceeds the original context of %d tokens: longrope uses its long "
-            "factors for all requests; shorter texts are more exact with a max_model_len up to that",
+            "factors for all requests; a max_model_len up to that is exact for shorter ones",
             config.max_model_len,
             model_config.rope.original_max_position_embeddings,
         )
