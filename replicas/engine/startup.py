@@ -221,6 +221,13 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
     )
     assert config.max_model_len is not None
     model_config = model_config.for_length(config.max_model_len)
+    if model_config.rope.is_long:
+        logger.warning(
+            "max_model_len %d exceeds the original context of %d tokens: longrope uses its long "
+            "factors for all requests; a max_model_len up to that is exact for shorter ones",
+            config.max_model_len,
+            model_config.rope.original_max_position_embeddings,
+        )
     has_native = "native" in (config.attention, config.matmul)
     if has_native and native_error is not None:
         raise ValueError(f"attention or matmul is 'native', but: {native_error}")

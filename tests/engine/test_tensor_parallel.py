@@ -28,14 +28,9 @@ PAGE_SIZE = 16
         ("llama_hd64_kv3", 2),
         ("llama_hd64_kv3", 4),
         ("llama_hd64_kv3", 8),
-        ("qwen2", 4),
-        ("qwen3", 2),
         ("gemma3", 4),
-        ("glm4", 2),
         ("glm4", 8),
         ("phi3", 2),
-        ("phi3", 8),
-        ("gpt_neox", 2),
         ("gpt_neox", 8),
     ],
 )
@@ -56,13 +51,11 @@ def test_channels_and_vocabulary_that_do_not_divide_are_padded(tmp_path: Path) -
     assert np.abs(logits - NaiveLlama(path).logits(prompt)).max() < 1e-4
 
 
-@pytest.mark.parametrize(("name", "num_devices"), [("llama_hd64_kv3", 8), ("gemma3", 2)])
-def test_the_engine_draws_the_reference_tokens(
-    golden_dir: Path, name: str, num_devices: int
-) -> None:
-    expected = np.load(golden_dir / name / "golden.npz")
+def test_the_engine_draws_the_reference_tokens(golden_dir: Path) -> None:
+    path = golden_dir / "llama_hd64_kv3"
+    expected = np.load(path / "golden.npz")
     (tokens,) = golden.generate_greedy(
-        golden_dir / name, [expected["prompt_1"].tolist()], [24], tensor_parallel=num_devices
+        path, [expected["prompt_1"].tolist()], [24], tensor_parallel=4
     )
     assert tokens == expected["greedy_1"].tolist()
 

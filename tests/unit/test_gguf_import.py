@@ -224,7 +224,7 @@ def with_tensor(name: str, *shape: int) -> GgufSpec:
 UNSUPPORTED = {
     "architecture": (
         patched(llama_spec(), {"general.architecture": "mamba"}),
-        "architecture 'mamba'; supported: llama",
+        "architecture 'mamba'; supported: gemma3, llama",
     ),
     "no architecture": (patched(llama_spec(), {"general.architecture": None}), "None; supported"),
     "no layers": (patched(llama_spec(), {"llama.block_count": None}), "llama.block_count"),
