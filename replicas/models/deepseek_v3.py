@@ -150,7 +150,7 @@ def _read_latent_attention(raw: RawConfig) -> MLAConfig:
 def _attention_scale(raw: RawConfig, latent: MLAConfig, *, factor: float) -> float:
     """Return the factor of the scores: YaRN's temperature is in it if `mscale_all_dim` is."""
     scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    parameters = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
     all_dim = hf_config.optional_number(parameters, "mscale_all_dim")
     return scale if all_dim is None else scale * yarn_mscale(factor, all_dim) ** 2
 
