@@ -2,7 +2,8 @@
 
 `python -m bench.golden DIR...` prints one JSON line per directory of config.json, model.safetensors
 and golden.npz (prompt_i, logits_i, greedy_i, margin_i). Everything is f32 and paged: prompt logits
-by chunked prefill, greedy tokens by the engine itself.
+by chunked prefill, greedy tokens by the engine itself. With `--quantization int8` matmuls are W8A8
+and the bars wider; `--table` prints the table of docs/models.md, of both.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.paged_forward import PagedForward
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, ModelConfig, Quantization
 from replicas.engine.startup import build_engine
-from replicas.models.registry import UnsupportedModelError
+from replicas.models import hf_config
+from replicas.models.registry import UnsupportedModelError, load_model_config
 from replicas.wire import GenerateRequest, SamplingParams, SinkAddress
 
-MAX_LOGIT_ERR = 2e-3
-"""Largest difference of a logit that passes, f32."""
-DECIDED_MARGIN = 5e-3
+MAX_LOGIT_ERR = {"none": 2e-3, "int8": 0.15}
+"""Largest difference of a logit that passes, by quantization."""
+DECIDED_MARGIN = {"none": 5e-3, "int8": 0.3}
 """Gap between the two best logits from which on the greedy token must be equal."""
 
 _CHUNK_SIZE = 16
@@ -43,6 +45,7 @@ class GoldenResult:
             difference continue another text, so they count as different.
         total: greedy tokens compared; ends at an undecided position where the token differs.
         argmax_match: share of prompt positions with the reference's most likely token.
+        quantization: of matmul weights and their inputs.
     """
 
     name: str
@@ -50,45 +53,96 @@ class GoldenResult:
     greedy_match: int
     total: int
     argmax_match: float
+    quantization: Quantization = "none"
 
     @property
     def passed(self) -> bool:
         """Whether it meets the bars."""
-        return self.max_abs_logit_err <= MAX_LOGIT_ERR and self.greedy_match == self.total
+        return (
+            self.max_abs_logit_err <= MAX_LOGIT_ERR[self.quantization]
+            and self.greedy_match == self.total
+        )
 
 
-def compare(path: Path) -> GoldenResult:
+def compare(path: Path, *, quantization: Quantization = "none") -> GoldenResult:
     """Run one checkpoint directory against its golden.npz.
 
     Raises:
         UnsupportedModelError: the family or an option is not built.
         CheckpointError: the weights do not fit the config.
     """
-    model = PagedForward(path, dtype="float32", chunk_size=_CHUNK_SIZE)
+    config = load_model_config(path)
     golden = np.load(path / "golden.npz")
     indices = range(sum(key.startswith("prompt_") for key in golden.files))
     prompts = [golden[f"prompt_{i}"].tolist() for i in indices]
     references = [golden[f"greedy_{i}"].tolist() for i in indices]
+    longest = max(len(p) + len(r) for p, r in zip(prompts, references, strict=True))
+    if longest > config.max_position_embeddings:
+        hf_config.refuse(
+            "max_position_embeddings",
+            config.max_position_embeddings,
+            f"a golden text has {longest} tokens",
+        )
 
     errors: list[float] = []
     argmax_equal: list[npt.NDArray[np.bool_]] = []
-    for i in indices:
-        logits, reference = model.logits(prompts[i]), golden[f"logits_{i}"]
-        errors.append(float(np.abs(logits - reference).max()))
-        argmax_equal.append(logits.argmax(-1) == reference.argmax(-1))
-
-    outputs = generate_greedy(path, prompts, [len(tokens) for tokens in references])
-    counts = [
-        count_equal(output, reference, golden[f"margin_{i}"])
-        for i, output, reference in zip(indices, outputs, references, strict=True)
-    ]
+    counts: list[tuple[int, int]] = []
+    for members, max_len in _length_groups(config, prompts):
+        model = PagedForward(
+            path,
+            dtype="float32",
+            quantization=quantization,
+            chunk_size=_CHUNK_SIZE,
+            max_len=min(max_len, longest),
+        )
+        for i in members:
+            logits, reference = model.logits(prompts[i]), golden[f"logits_{i}"]
+            errors.append(float(np.abs(logits - reference).max()))
+            argmax_equal.append(logits.argmax(-1) == reference.argmax(-1))
+        max_tokens = {i: min(len(references[i]), max_len - len(prompts[i])) for i in members}
+        members = [i for i in members if max_tokens[i] > 0]
+        outputs = generate_greedy(
+            path,
+            [prompts[i] for i in members],
+            [max_tokens[i] for i in members],
+            quantization=quantization,
+        )
+        counts += [
+            count_equal(
+                output,
+                references[i][: max_tokens[i]],
+                golden[f"margin_{i}"],
+                decided_margin=DECIDED_MARGIN[quantization],
+            )
+            for i, output in zip(members, outputs, strict=True)
+        ]
     return GoldenResult(
         name=path.name,
         max_abs_logit_err=max(errors),
         greedy_match=sum(equal for equal, _ in counts),
         total=sum(total for _, total in counts),
         argmax_match=float(np.concatenate(argmax_equal).mean()),
+        quantization=quantization,
     )
+
+
+def _length_groups(
+    config: ModelConfig, prompts: Sequence[Sequence[int]]
+) -> list[tuple[list[int], int]]:
+    """Return prompts that one engine serves as the reference does, and its longest sequence.
+
+    All of them, but for longrope: the reference takes the frequencies by the length of each text,
+    an engine by the longest that it admits (`ModelConfig.for_length`).
+    """
+    original = config.rope.original_max_position_embeddings
+    if config.rope.kind != "longrope":
+        return [(list(range(len(prompts))), config.max_position_embeddings)]
+    is_long = [len(prompt) > original for prompt in prompts]
+    groups = (
+        ([i for i, long in enumerate(is_long) if not long], original),
+        ([i for i, long in enumerate(is_long) if long], config.max_position_embeddings),
+    )
+    return [(members, max_len) for members, max_len in groups if members]
 
 
 def count_equal(
@@ -96,7 +150,7 @@ def count_equal(
     reference: Sequence[int],
     margins: npt.NDArray[np.floating],
     *,
-    decided_margin: float = DECIDED_MARGIN,
+    decided_margin: float = DECIDED_MARGIN["none"],
 ) -> tuple[int, int]:
     """Return how many greedy tokens are equal, and of how many that should be.
 
@@ -116,15 +170,21 @@ def generate_greedy(
     max_tokens: Sequence[int],
     *,
     dtype: str = "float32",
+    quantization: Quantization = "none",
+    tensor_parallel: int = 1,
     chunk_size: int = _CHUNK_SIZE,
 ) -> list[list[int]]:
     """Return the engine's greedy tokens for each prompt, all running together; ignores EOS."""
+    if not prompts:
+        return []
     page_size = 16
     longest = max(len(p) + n for p, n in zip(prompts, max_tokens, strict=True))
     engine = build_engine(
         EngineConfig(
             model=str(path),
             dtype="bfloat16" if dtype == "bfloat16" else "float32",
+            quantization=quantization,
+            tensor_parallel=tensor_parallel,
             page_size=page_size,
             num_pages=1 + len(prompts) * -(-longest // page_size),
             max_num_seqs=max(8, len(prompts)),
@@ -149,15 +209,49 @@ def generate_greedy(
     return outputs
 
 
+def make_table(directories: Sequence[Path]) -> str:
+    """Return the table of docs/models.md: each checkpoint in f32 and in int8.
+
+    Raises:
+        UnsupportedModelError: the family or an option of one is not built.
+    """
+    rows = [
+        "| checkpoint | family | largest logit error, f32 | greedy, f32 | int8 | greedy, int8 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for path in directories:
+        family = load_model_config(path).family
+        rows.append(table_row(family, compare(path), compare(path, quantization="int8")))
+    return "\n".join(rows)
+
+
+def table_row(family: str, exact: GoldenResult, quantized: GoldenResult) -> str:
+    """Return a row of `make_table`."""
+    cells = (
+        exact.name,
+        f"`{family}`",
+        f"{exact.max_abs_logit_err:.1e}",
+        f"{exact.greedy_match} of {exact.total}",
+        f"{quantized.max_abs_logit_err:.2f}",
+        f"{quantized.greedy_match} of {quantized.total}",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print a line per directory; return 1 if one that is supported misses the bars."""
     parser = argparse.ArgumentParser(prog="python -m bench.golden", description=__doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
+    parser.add_argument("--quantization", choices=list(MAX_LOGIT_ERR), default="none")
+    parser.add_argument("--table", action="store_true", help="print the table of docs/models.md")
     args = parser.parse_args(argv)
+    if args.table:
+        print(make_table(args.directories))
+        return 0
     has_failed = False
     for path in args.directories:
         try:
-            result = compare(path)
+            result = compare(path, quantization=args.quantization)
         except UnsupportedModelError as error:
             print(json.dumps({"name": path.name, "status": f"unsupported: {error}"}), flush=True)
             continue

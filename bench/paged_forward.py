@@ -21,7 +21,7 @@ from kernels.cpu import library
 from replicas.config import ModelConfig, Quantization
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages
-from replicas.models.packing import pack_params
+from replicas.models.packing import has_packable_sizes, pack_params
 from replicas.models.quantize import quantize_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.weights import load_params
@@ -63,7 +63,7 @@ class PagedForward:
             UnsupportedModelError: the family or an option is not built.
             CheckpointError: the weights do not fit the config.
         """
-        self.config: ModelConfig = load_model_config(path)
+        self.config: ModelConfig = load_model_config(path).for_length(max_len)
         self.max_len = max_len
         self._dtype = jnp.dtype(dtype)
         self._params = load_params(path, self.config, dtype=self._dtype)
@@ -78,10 +78,11 @@ class PagedForward:
             )
         if self.config.mla is not None:
             self._attention = mla_reference.ragged_paged_latent_attention
-        elif is_native:
+        elif is_native and self.config.head_dim % native.HEAD_DIM_MULTIPLE == 0:
             self._attention = native.ragged_paged_attention
-            if self._dtype == jnp.bfloat16 and quantization == "none":
-                self._params = pack_params(self._params, self.config)
+        has_bf16_weights = self._dtype == jnp.bfloat16 and quantization == "none"
+        if is_native and has_bf16_weights and has_packable_sizes(self.config):
+            self._params = pack_params(self._params, self.config)
 
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the f32 logits [len(token_ids), V] that follow each token."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Quantization
 from gguf.quants import quantize
+from safetensors.numpy import load_file
 
 from replicas.models.gguf import GgufFile
 from replicas.models.gguf_architectures import ARCHITECTURES
@@ -70,6 +72,8 @@ def _value(value: object) -> bytes:
         case [str(), *_]:
             items = b"".join(_string(item) for item in value)
             return struct.pack("<IIQ", 9, 8, len(value)) + items
+        case [float(), *_]:
+            return struct.pack(f"<IIQ{len(value)}f", 9, 6, len(value), *value)
         case [int(), *_]:
             return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *value)
     raise AssertionError(value)
@@ -117,6 +121,50 @@ def llama_spec(seed: int = 0) -> GgufSpec:
     tensors = {
         name: rng.standard_normal(target.shape, dtype=np.float32)
         for name, target in ARCHITECTURES["llama"].map_tensors(config).items()
+    }
+    return GgufSpec(metadata, tensors)
+
+
+def gemma3_spec(checkpoint: Path) -> GgufSpec:
+    """A file of a Gemma 3 checkpoint with 256 tokens, as llama.cpp's converter would write it."""
+    raw = json.loads((checkpoint / "config.json").read_text())
+    tokens = ["<pad>", "<bos>", "<eos>", "<unk>", "▁", "h", "e", "l", "he", "▁he"]
+    tokens += ["  ", *(f"<0x{byte:02X}>" for byte in range(245))]
+    kinds = [3] * 4 + [1] * 7 + [6] * 245
+    metadata: dict[str, object] = {
+        "general.architecture": "gemma3",
+        "gemma3.block_count": raw["num_hidden_layers"],
+        "gemma3.context_length": raw["max_position_embeddings"],
+        "gemma3.embedding_length": raw["hidden_size"],
+        "gemma3.feed_forward_length": raw["intermediate_size"],
+        "gemma3.attention.head_count": raw["num_attention_heads"],
+        "gemma3.attention.head_count_kv": raw["num_key_value_heads"],
+        "gemma3.attention.key_length": raw["head_dim"],
+        "gemma3.attention.layer_norm_rms_epsilon": raw["rms_norm_eps"],
+        "gemma3.attention.sliding_window": raw["sliding_window"],
+        "gemma3.rope.freq_base": 1e6,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [-float(i) for i in range(len(tokens))],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.padding_token_id": 0,
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    stored = {
+        name: tensor.astype(np.float32)
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    }
+    architecture = ARCHITECTURES["gemma3"]
+    vocab_size = {"gemma3.vocab_size": len(tokens)}
+    config = architecture.convert_config(GgufFile(Path("spec"), metadata | vocab_size, {}))
+    config["tie_word_embeddings"] = True
+    tensors = {
+        name: stored[target.name] + ("norm" in name)
+        for name, target in architecture.map_tensors(config).items()
     }
     return GgufSpec(metadata, tensors)
 

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
+from tests.naive_rope import naive_rope
+
 
 class NaiveLlama:
     """The model of a checkpoint directory (llama or mistral)."""
@@ -76,8 +78,9 @@ class NaiveLlama:
     def _rotate(self, x: np.ndarray) -> np.ndarray:
         length, _, head_dim = x.shape
         half = head_dim // 2
-        angles = np.outer(np.arange(length), self._frequencies(head_dim))[:, None, :]
-        cos, sin = np.cos(angles), np.sin(angles)
+        frequencies, factor = naive_rope(self._raw, rotary_dim=head_dim, length=length)
+        angles = np.outer(np.arange(length), frequencies)[:, None, :]
+        cos, sin = np.cos(angles) * factor, np.sin(angles) * factor
         return np.concatenate(
             [
                 x[..., :half] * cos - x[..., half:] * sin,
@@ -85,30 +88,6 @@ class NaiveLlama:
             ],
             axis=-1,
         )
-
-    def _frequencies(self, head_dim: int) -> np.ndarray:
-        rope = self._raw.get("rope_parameters") or self._raw.get("rope_scaling") or {}
-        theta = rope.get("rope_theta", self._raw.get("rope_theta", 10000.0))
-        plain = [1 / theta ** (2 * i / head_dim) for i in range(head_dim // 2)]
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind == "linear":
-            return np.array([f / rope["factor"] for f in plain])
-        if kind == "llama3":
-            return np.array([self._llama3_frequency(f, rope) for f in plain])
-        assert kind == "default", kind
-        return np.array(plain)
-
-    @staticmethod
-    def _llama3_frequency(frequency: float, rope: dict[str, Any]) -> float:
-        wavelength = 2 * np.pi / frequency
-        original = rope["original_max_position_embeddings"]
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        if wavelength > original / low:
-            return frequency / rope["factor"]
-        if wavelength < original / high:
-            return frequency
-        smooth = (original / wavelength - low) / (high - low)
-        return (1 - smooth) * frequency / rope["factor"] + smooth * frequency
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
         out = x @ self._tensors[f"{name}.weight"].T

@@ -13,6 +13,9 @@ import numpy as np
 
 from kernels.cpu import library
 
+HEAD_DIM_MULTIPLE = 8
+"""What the size of a head must be a multiple of."""
+
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 _NO_WINDOW = 1 << 40
 
@@ -121,8 +124,8 @@ def _check_shapes(
         raise ValueError(
             f"the {num_heads} query heads must be a multiple of {num_kv_heads} kv heads"
         )
-    if head_dim == 0 or head_dim % 8:
-        raise ValueError(f"head_dim must be a multiple of 8, got {head_dim}")
+    if head_dim == 0 or head_dim % HEAD_DIM_MULTIPLE:
+        raise ValueError(f"head_dim must be a multiple of {HEAD_DIM_MULTIPLE}, got {head_dim}")
     if layer is not None and not 0 <= layer < kv_pages.shape[0]:
         raise ValueError(f"layer must lie in [0, {kv_pages.shape[0]}), got {layer}")
     rows, page_size, page_dim = kv_pages.shape[-3:]

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels import mla_reference, reference
 from kernels.cpu import library
+from kernels.cpu.attention import HEAD_DIM_MULTIPLE as NATIVE_HEAD_DIM_MULTIPLE
 from kernels.tpu import attention as tpu_attention
 from replicas.config import CompilerOption, EngineConfig, ModelConfig
 from replicas.engine.engine import Engine
@@ -33,7 +34,7 @@ from replicas.engine.program_key import describe_environment, hash_parts, hash_s
 from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
 from replicas.models.kv_cache import abstract_kv_pages, bytes_per_page, zeros
-from replicas.models.packing import abstract_packed_params, pack_params
+from replicas.models.packing import abstract_packed_params, has_packable_sizes, pack_params
 from replicas.models.quantize import abstract_quantized_params, quantize_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
@@ -101,11 +102,13 @@ def resolve_config(
                 f"kv_cache_bytes {config.kv_cache_bytes} holds no page of {page_bytes} bytes"
             )
     attention = config.attention
+    # A head of another size runs on the reference kernel, slower: the native one has vectors of 8.
+    has_native_attention = has_native and model_config.head_dim % NATIVE_HEAD_DIM_MULTIPLE == 0
     has_latents = model_config.mla is not None
     has_pallas = platform == "tpu" and model_config.head_dim == tpu_attention.HEAD_DIM
     has_pallas = has_pallas and not has_latents and not model_config.has_sinks
     if attention == "auto":
-        is_native = platform == "cpu" and has_native and not has_latents
+        is_native = platform == "cpu" and has_native_attention and not has_latents
         attention = "native" if is_native else "reference"
         if has_pallas:
             attention = "pallas"
@@ -120,9 +123,16 @@ def resolve_config(
             f"attention 'native' has no kernel for latents, which {model_config.family!r} attends "
             "over: set attention to 'auto'"
         )
+    if attention == "native" and has_native and not has_native_attention:
+        raise ValueError(
+            f"attention 'native' needs a head_dim that is a multiple of {NATIVE_HEAD_DIM_MULTIPLE}"
+            f", got {model_config.head_dim}: set attention to 'auto'"
+        )
     matmul = config.matmul
     if matmul == "auto":
         is_native = platform == "cpu" and has_native and config.has_packable_weights
+        if config.quantization == "none":
+            is_native = is_native and has_packable_sizes(model_config)
         matmul = "native" if is_native else "xla"
     return dataclasses.replace(
         config,
@@ -209,6 +219,15 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
     config = resolve_config(
         config, model_config, platform=platform, has_native=native_error is None
     )
+    assert config.max_model_len is not None
+    model_config = model_config.for_length(config.max_model_len)
+    if model_config.rope.is_long:
+        logger.warning(
+            "max_model_len %d exceeds the original context of %d tokens: longrope uses its long "
+            "factors for all requests; a max_model_len up to that is exact for shorter ones",
+            config.max_model_len,
+            model_config.rope.original_max_position_embeddings,
+        )
     has_native = "native" in (config.attention, config.matmul)
     if has_native and native_error is not None:
         raise ValueError(f"attention or matmul is 'native', but: {native_error}")

@@ -23,6 +23,7 @@ from replicas.models.decoder_params import (
     DecoderParams,
     GatedMlpParams,
     LayerParams,
+    MlpParams,
 )
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import Attention, KVPages
@@ -212,4 +213,17 @@ def gated_mlp(
         )
     with jax.named_scope("down"):
         down = layers.linear(gated.astype(step.dtype), weights.down, num_tokens)
+        return layers.add_bias(layers.sum_over(down, step.axis_name), weights.down_bias)
+
+
+def mlp(
+    weights: MlpParams, normed: Float32[Array, "T M"], step: StepContext
+) -> Float32[Array, "T M"]:
+    """Return down(activation(up))."""
+    num_tokens = step.inputs.num_tokens
+    with jax.named_scope("up"):
+        up = layers.linear(normed.astype(step.dtype), weights.up, num_tokens)
+        up = layers.activate(layers.add_bias(up, weights.up_bias), step.config.activation)
+    with jax.named_scope("down"):
+        down = layers.linear(up.astype(step.dtype), weights.down, num_tokens)
         return layers.add_bias(layers.sum_over(down, step.axis_name), weights.down_bias)

@@ -98,6 +98,58 @@ class LayerParams(NamedTuple):
     mlp_out_norm: Any = None
 
 
+class LayerNormParams(NamedTuple):
+    """Weights of a `layers.layer_norm`.
+
+    Attributes:
+        weight: [M] f32.
+        bias: [M] f32.
+    """
+
+    weight: Any
+    bias: Any
+
+
+class MlpParams(NamedTuple):
+    """Weights of an MLP without a gate, [out, in].
+
+    Attributes:
+        up: [F, M].
+        up_bias: [F].
+        down: [M, F].
+        down_bias: [M].
+    """
+
+    up: Any
+    up_bias: Any
+    down: Any
+    down_bias: Any
+
+    def packed(self, config: ModelConfig, pack: Pack, pack_gate_up: Pack | None) -> MlpParams:
+        """See `PackableParams`."""
+        del config, pack_gate_up
+        return self._replace(up=pack(self.up), down=pack(self.down))
+
+
+class NormNames(NamedTuple):
+    """What a pre-norm layer's norms are called in the checkpoint; None for those it has not.
+
+    Attributes:
+        attention: of the attention's input.
+        mlp: of the MLP's input.
+        attention_out: of the attention's output.
+        mlp_out: of the MLP's output.
+    """
+
+    attention: str = "input_layernorm"
+    mlp: str = "post_attention_layernorm"
+    attention_out: str | None = None
+    mlp_out: str | None = None
+
+
+_PLAIN_NORMS = NormNames()
+
+
 class DecoderParams(NamedTuple):
     """Weights of the model.
 
@@ -167,6 +219,47 @@ def decoder_specs(
     )
 
 
+def pre_norm_specs(
+    config: ModelConfig,
+    *,
+    attention: Callable[[str], Any],
+    mlp: Callable[[str], Any],
+    norms: NormNames = _PLAIN_NORMS,
+    norm_offset: float = 0.0,
+    num_shards: int,
+) -> DecoderParams:
+    """Describe a model of `LayerParams` layers under the usual names.
+
+    Args:
+        config: the model's.
+        attention: describes a layer's attention, from the layer's prefix.
+        mlp: describes a layer's MLP, from the layer's prefix.
+        norms: names of a layer's norms.
+        norm_offset: added to the weights of all norms.
+        num_shards: devices on the tensor axis.
+    """
+
+    def norm(name: str) -> ParamSpec:
+        return norm_spec(f"{name}.weight", config.hidden_size, offset=norm_offset)
+
+    def layer(prefix: str) -> LayerParams:
+        return LayerParams(
+            attention_norm=norm(f"{prefix}.{norms.attention}"),
+            attention=attention(prefix),
+            mlp_norm=norm(f"{prefix}.{norms.mlp}"),
+            mlp=mlp(prefix),
+            attention_out_norm=norms.attention_out and norm(f"{prefix}.{norms.attention_out}"),
+            mlp_out_norm=norms.mlp_out and norm(f"{prefix}.{norms.mlp_out}"),
+        )
+
+    return decoder_specs(
+        config,
+        layers=[layer(f"model.layers.{index}") for index in range(config.num_layers)],
+        final_norm=norm("model.norm"),
+        num_shards=num_shards,
+    )
+
+
 def attention_specs(
     config: ModelConfig,
     prefix: str,
@@ -224,7 +317,9 @@ def attention_specs(
         qkv=qkv_spec("weight"),
         qkv_bias=qkv_spec("bias") if config.qkv_bias else None,
         out=ParamSpec(sources=(out_source,), axes=("model", "attention_out")),
-        out_bias=_model_bias(config, f"{prefix}.{out}.bias", config.attention_out_bias),
+        out_bias=model_bias_spec(config, f"{prefix}.{out}.bias")
+        if config.attention_out_bias
+        else None,
         q_norm=head_norm(f"{prefix}.q_norm.weight", head_dim, axis="head_dim", offset=norm_offset),
         k_norm=head_norm(f"{prefix}.k_norm.weight", head_dim, axis="head_dim", offset=norm_offset),
         sinks=None
@@ -295,8 +390,19 @@ def gated_mlp_specs(
         down=down_spec(
             config, f"{prefix}.down_proj.weight", ffn_size=ffn_size, num_shards=num_shards
         ),
-        down_bias=_model_bias(config, f"{prefix}.down_proj.bias", config.mlp_bias),
+        down_bias=model_bias_spec(config, f"{prefix}.down_proj.bias") if config.mlp_bias else None,
     )
+
+
+def up_spec(config: ModelConfig, name: str, *, num_shards: int) -> ParamSpec:
+    """Describe the weight [F, M] or the bias [F] of an MLP's first projection, without a gate."""
+    ffn_size, is_bias = config.intermediate_size, name.endswith(".bias")
+    source = Source(
+        name=name,
+        shape=(ffn_size,) if is_bias else (ffn_size, config.hidden_size),
+        num_padding_rows=round_up(ffn_size, num_shards) - ffn_size,
+    )
+    return ParamSpec(sources=(source,), axes=("ffn",) if is_bias else ("ffn", "model"))
 
 
 def down_spec(
@@ -319,9 +425,8 @@ def norm_spec(name: str, size: int, *, axis: str = "model", offset: float = 0.0)
     )
 
 
-def _model_bias(config: ModelConfig, name: str, is_present: bool) -> ParamSpec | None:
-    if not is_present:
-        return None
+def model_bias_spec(config: ModelConfig, name: str) -> ParamSpec:
+    """Describe the bias [M] of a projection back to the residual stream."""
     return ParamSpec(sources=(Source(name=name, shape=(config.hidden_size,)),), axes=("model",))
 
 

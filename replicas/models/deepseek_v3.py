@@ -13,10 +13,8 @@ from replicas.models import decoder, hf_config, mla, moe
 from replicas.models.decoder_params import (
     DecoderParams,
     GatedMlpParams,
-    LayerParams,
-    decoder_specs,
     gated_mlp_specs,
-    norm_spec,
+    pre_norm_specs,
 )
 from replicas.models.hf_config import RawConfig, ReferenceDefaults
 from replicas.models.moe_config import read_count, read_experts_per_tok, read_num_experts
@@ -93,49 +91,31 @@ parse_kimi_k2 = functools.partial(parse_config, family="kimi_k2")
 
 def param_specs(config: ModelConfig, *, num_shards: int = 1) -> DecoderParams:
     """Describe every parameter: shape, logical axes and the checkpoint tensors it is made of."""
-    experts = config.moe
-    assert experts is not None
+    assert config.moe is not None
+    dense_layers = {f"model.layers.{index}" for index in config.moe.dense_layers}
+    shared_size = config.moe.shared_intermediate_size
 
-    def mlp(index: int) -> GatedMlpParams | MoEParams:
-        prefix = f"model.layers.{index}.mlp"
-        if index in experts.dense_layers:
+    def mlp(layer: str) -> GatedMlpParams | MoEParams:
+        prefix = f"{layer}.mlp"
+        if layer in dense_layers:
             return gated_mlp_specs(config, prefix, num_shards=num_shards)
-        shared_size = experts.shared_intermediate_size
+        shared = None
+        if shared_size:
+            shared = gated_mlp_specs(
+                config, f"{prefix}.shared_experts", ffn_size=shared_size, num_shards=num_shards
+            )
         return MoEParams(
             router=router_specs(config, f"{prefix}.gate", correction="e_score_correction_bias"),
-            experts=expert_specs(
-                config,
-                f"{prefix}.experts",
-                gate="gate_proj",
-                up="up_proj",
-                down="down_proj",
-                num_shards=num_shards,
-            ),
-            shared=gated_mlp_specs(
-                config,
-                f"{prefix}.shared_experts",
-                ffn_size=shared_size,
-                num_shards=num_shards,
-            )
-            if shared_size
-            else None,
+            experts=expert_specs(config, f"{prefix}.experts", num_shards=num_shards),
+            shared=shared,
         )
 
-    def layer(index: int) -> LayerParams:
-        prefix = f"model.layers.{index}"
-        return LayerParams(
-            attention_norm=norm_spec(f"{prefix}.input_layernorm.weight", config.hidden_size),
-            attention=mla.latent_attention_specs(
-                config, f"{prefix}.self_attn", num_shards=num_shards
-            ),
-            mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
-            mlp=mlp(index),
-        )
-
-    return decoder_specs(
+    return pre_norm_specs(
         config,
-        layers=[layer(index) for index in range(config.num_layers)],
-        final_norm=norm_spec("model.norm.weight", config.hidden_size),
+        attention=lambda layer: mla.latent_attention_specs(
+            config, f"{layer}.self_attn", num_shards=num_shards
+        ),
+        mlp=mlp,
         num_shards=num_shards,
     )
 
@@ -170,7 +150,7 @@ def _read_latent_attention(raw: RawConfig) -> MLAConfig:
 def _attention_scale(raw: RawConfig, latent: MLAConfig, *, factor: float) -> float:
     """Return the factor of the scores: YaRN's temperature is in it if `mscale_all_dim` is."""
     scale = (latent.qk_nope_head_dim + latent.qk_rope_head_dim) ** -0.5
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    parameters = (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
     all_dim = hf_config.optional_number(parameters, "mscale_all_dim")
     return scale if all_dim is None else scale * yarn_mscale(factor, all_dim) ** 2
 

@@ -243,8 +243,121 @@ def map_llama_tensors(config: HfConfig) -> Mapping[str, TensorTarget]:
     return targets
 
 
+def convert_gemma3_config(file: GgufFile) -> HfConfig:
+    """Make the config of a Gemma 3 text model.
+
+    llama.cpp has constants in its code for what the file does not say: every 6th layer sees the
+    whole context, windowed layers rotate by base 10,000, and scores are divided by sqrt(head_dim),
+    or by sqrt(hidden_size / heads) in the model of 62 layers.
+    """
+    head_dim = _integer(file, "gemma3.attention.key_length")
+    if (value_dim := _integer(file, "gemma3.attention.value_length", head_dim)) != head_dim:
+        raise GgufError(
+            f"{file.path} has values of {value_dim} dimensions (gemma3.attention.value_length) but "
+            f"keys of {head_dim}; they must be equal"
+        )
+    if (cap := file.metadata.get("gemma3.final_logit_softcapping")) is not None:
+        raise GgufError(f"{file.path} caps logits at {cap!r}, which is not supported")
+    num_layers = _integer(file, "gemma3.block_count")
+    hidden_size = _integer(file, "gemma3.embedding_length")
+    num_heads = _integer(file, "gemma3.attention.head_count")
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "attention_bias": False,
+        "head_dim": head_dim,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": hidden_size,
+        "intermediate_size": _integer(file, "gemma3.feed_forward_length"),
+        "layer_types": [
+            "sliding_attention" if (layer + 1) % 6 else "full_attention"
+            for layer in range(num_layers)
+        ],
+        "max_position_embeddings": _integer(file, "gemma3.context_length"),
+        "num_attention_heads": num_heads,
+        "num_hidden_layers": num_layers,
+        "num_key_value_heads": _integer(file, "gemma3.attention.head_count_kv"),
+        "query_pre_attn_scalar": hidden_size // num_heads if num_layers == 62 else head_dim,
+        "rms_norm_eps": _decimal(file, "gemma3.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": {
+            "full_attention": _gemma3_rope(file),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "sliding_window": _integer(file, "gemma3.attention.sliding_window"),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0]
+        if "token_embd.weight" in file.tensors
+        else _integer(file, "gemma3.vocab_size"),
+    }
+
+
+def _gemma3_rope(file: GgufFile) -> dict[str, object]:
+    """Read the rotary embedding of the layers that see the whole context."""
+    rope_theta = _decimal(file, "gemma3.rope.freq_base", 1e6)
+    scaling = file.metadata.get("gemma3.rope.scaling.type", "none")
+    if scaling == "none":
+        return {"rope_type": "default", "rope_theta": rope_theta}
+    if scaling != "linear":
+        raise GgufError(
+            f"{file.path} scales RoPE by {scaling!r} (gemma3.rope.scaling.type); supported: none, "
+            "linear"
+        )
+    factor = _decimal(file, "gemma3.rope.scaling.factor")
+    return {"rope_type": "linear", "rope_theta": rope_theta, "factor": factor}
+
+
+def _subtract_one(weight: np.ndarray) -> np.ndarray:
+    """Undo what llama.cpp adds to a norm's weight, which Hugging Face's code adds itself."""
+    return weight - np.float32(1)
+
+
+def map_gemma3_tensors(config: HfConfig) -> Mapping[str, TensorTarget]:
+    """Name every tensor of a Gemma 3 text model; q and k are in Hugging Face's order."""
+
+    def size(key: str) -> int:
+        value = config[key]
+        assert isinstance(value, int), key
+        return value
+
+    def norm(name: str, num_elements: int) -> TensorTarget:
+        return TensorTarget(name, (num_elements,), _subtract_one)
+
+    model, ffn, vocab = size("hidden_size"), size("intermediate_size"), size("vocab_size")
+    head_dim = size("head_dim")
+    q_rows = size("num_attention_heads") * head_dim
+    kv_rows = size("num_key_value_heads") * head_dim
+    targets = {
+        "token_embd.weight": TensorTarget("model.embed_tokens.weight", (vocab, model)),
+        "output_norm.weight": norm("model.norm.weight", model),
+    }
+    if not config["tie_word_embeddings"]:
+        targets["output.weight"] = TensorTarget("lm_head.weight", (vocab, model))
+    for layer in range(size("num_hidden_layers")):
+        layer_targets = {
+            "attn_norm": norm("input_layernorm", model),
+            "attn_q": TensorTarget("self_attn.q_proj", (q_rows, model)),
+            "attn_k": TensorTarget("self_attn.k_proj", (kv_rows, model)),
+            "attn_v": TensorTarget("self_attn.v_proj", (kv_rows, model)),
+            "attn_q_norm": norm("self_attn.q_norm", head_dim),
+            "attn_k_norm": norm("self_attn.k_norm", head_dim),
+            "attn_output": TensorTarget("self_attn.o_proj", (model, q_rows)),
+            "post_attention_norm": norm("post_attention_layernorm", model),
+            "ffn_norm": norm("pre_feedforward_layernorm", model),
+            "ffn_gate": TensorTarget("mlp.gate_proj", (ffn, model)),
+            "ffn_up": TensorTarget("mlp.up_proj", (ffn, model)),
+            "ffn_down": TensorTarget("mlp.down_proj", (model, ffn)),
+            "post_ffw_norm": norm("post_feedforward_layernorm", model),
+        }
+        for name, target in layer_targets.items():
+            targets[f"blk.{layer}.{name}.weight"] = TensorTarget(
+                f"model.layers.{layer}.{target.name}.weight", target.shape, target.transform
+            )
+    return targets
+
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture(
         convert_llama_config, map_llama_tensors, ignored_tensors=frozenset({"rope_freqs.weight"})
     ),
+    "gemma3": Architecture(convert_gemma3_config, map_gemma3_tensors),
 }

@@ -14,10 +14,8 @@ from replicas.config import LayerType, ModelConfig, MoEConfig
 from replicas.models import hf_config, mxfp4
 from replicas.models.decoder_params import (
     DecoderParams,
-    LayerParams,
     attention_specs,
-    decoder_specs,
-    norm_spec,
+    pre_norm_specs,
 )
 from replicas.models.derived_spec import ConvertedSpec
 from replicas.models.hf_config import RawConfig, ReferenceDefaults
@@ -103,27 +101,18 @@ def parse_config(raw: RawConfig) -> ModelConfig:
 def param_specs(config: ModelConfig, *, num_shards: int = 1) -> DecoderParams:
     """Describe every parameter: shape, logical axes and the checkpoint tensors it is made of."""
 
-    def layer(index: int) -> LayerParams:
-        prefix = f"model.layers.{index}"
-        return LayerParams(
-            attention_norm=norm_spec(f"{prefix}.input_layernorm.weight", config.hidden_size),
-            attention=attention_specs(
-                config,
-                f"{prefix}.self_attn",
-                sinks="sinks" if config.has_sinks else None,
-                num_shards=num_shards,
-            ),
-            mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
-            mlp=MoEParams(
-                router=router_specs(config, f"{prefix}.mlp.router", bias="bias"),
-                experts=_expert_specs(config, f"{prefix}.mlp.experts", num_shards=num_shards),
-            ),
+    def experts(prefix: str) -> MoEParams:
+        return MoEParams(
+            router=router_specs(config, f"{prefix}.router", bias="bias"),
+            experts=_expert_specs(config, f"{prefix}.experts", num_shards=num_shards),
         )
 
-    return decoder_specs(
+    return pre_norm_specs(
         config,
-        layers=[layer(index) for index in range(config.num_layers)],
-        final_norm=norm_spec("model.norm.weight", config.hidden_size),
+        attention=lambda layer: attention_specs(
+            config, f"{layer}.self_attn", sinks="sinks", num_shards=num_shards
+        ),
+        mlp=lambda layer: experts(f"{layer}.mlp"),
         num_shards=num_shards,
     )
 

@@ -220,6 +220,12 @@ def read_layer_types(raw: RawConfig, default: Sequence[LayerType]) -> tuple[Laye
     return tuple(layer_types)
 
 
+def require_window(raw: RawConfig, window: int | None, layer_types: Sequence[LayerType]) -> None:
+    """Refuse layers with a window where there is none."""
+    if window is None and "sliding_attention" in layer_types:
+        refuse("sliding_window", raw.get("sliding_window"), "layer_types has sliding layers")
+
+
 def read_activation(raw: RawConfig, key: str = "hidden_act", default: str = "silu") -> Activation:
     """Read the MLP's nonlinearity.
 

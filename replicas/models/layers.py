@@ -138,10 +138,12 @@ def gated_linear(
 
     By one kernel where it was packed so, which only weights for "silu" are.
     """
-    if isinstance(gate_up, PackedGateUp | Int8GateUp):
+    if isinstance(gate_up, PackedGateUp):
         assert activation == "silu"
-        kernel = matmul if isinstance(gate_up, PackedGateUp) else int8_matmul
-        return kernel.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
+        return matmul.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
+    if isinstance(gate_up, Int8GateUp):
+        assert activation == "silu"
+        return int8_matmul.linear_silu(x, gate_up, num_rows, out_dtype=jnp.float32)
     gate, up = jnp.split(add_bias(linear(x, gate_up, num_rows), bias), 2, axis=-1)
     return activate(gate, activation) * up
 

@@ -6,11 +6,9 @@ from replicas.config import ModelConfig
 from replicas.models import hf_config
 from replicas.models.decoder_params import (
     DecoderParams,
-    LayerParams,
     attention_specs,
-    decoder_specs,
     gated_mlp_specs,
-    norm_spec,
+    pre_norm_specs,
 )
 from replicas.models.hf_config import RawConfig, ReferenceDefaults
 from replicas.models.rope_config import read_plain_rope
@@ -50,19 +48,11 @@ def parse_config(raw: RawConfig) -> ModelConfig:
 
 def param_specs(config: ModelConfig, *, num_shards: int = 1) -> DecoderParams:
     """Describe every parameter: shape, logical axes and the checkpoint tensors it is fused from."""
-
-    def layer(index: int) -> LayerParams:
-        prefix = f"model.layers.{index}"
-        return LayerParams(
-            attention_norm=norm_spec(f"{prefix}.input_layernorm.weight", config.hidden_size),
-            attention=attention_specs(config, f"{prefix}.self_attn", num_shards=num_shards),
-            mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
-            mlp=gated_mlp_specs(config, f"{prefix}.mlp", num_shards=num_shards),
-        )
-
-    return decoder_specs(
+    return pre_norm_specs(
         config,
-        layers=[layer(index) for index in range(config.num_layers)],
-        final_norm=norm_spec("model.norm.weight", config.hidden_size),
+        attention=lambda layer: attention_specs(
+            config, f"{layer}.self_attn", num_shards=num_shards
+        ),
+        mlp=lambda layer: gated_mlp_specs(config, f"{layer}.mlp", num_shards=num_shards),
         num_shards=num_shards,
     )

@@ -6,10 +6,8 @@ from replicas.config import ModelConfig, MoEConfig
 from replicas.models import hf_config
 from replicas.models.decoder_params import (
     DecoderParams,
-    LayerParams,
     attention_specs,
-    decoder_specs,
-    norm_spec,
+    pre_norm_specs,
 )
 from replicas.models.hf_config import RawConfig, ReferenceDefaults
 from replicas.models.moe_config import read_experts_per_tok, read_num_experts
@@ -64,29 +62,19 @@ def parse_config(raw: RawConfig) -> ModelConfig:
 def param_specs(config: ModelConfig, *, num_shards: int = 1) -> DecoderParams:
     """Describe every parameter: shape, logical axes and the checkpoint tensors it is made of."""
 
-    def layer(index: int) -> LayerParams:
-        prefix = f"model.layers.{index}"
-        moe = f"{prefix}.block_sparse_moe"
-        return LayerParams(
-            attention_norm=norm_spec(f"{prefix}.input_layernorm.weight", config.hidden_size),
-            attention=attention_specs(config, f"{prefix}.self_attn", num_shards=num_shards),
-            mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
-            mlp=MoEParams(
-                router=router_specs(config, f"{moe}.gate"),
-                experts=expert_specs(
-                    config,
-                    f"{moe}.experts",
-                    gate="w1",
-                    up="w3",
-                    down="w2",
-                    num_shards=num_shards,
-                ),
+    def experts(prefix: str) -> MoEParams:
+        return MoEParams(
+            router=router_specs(config, f"{prefix}.gate"),
+            experts=expert_specs(
+                config, f"{prefix}.experts", gate="w1", up="w3", down="w2", num_shards=num_shards
             ),
         )
 
-    return decoder_specs(
+    return pre_norm_specs(
         config,
-        layers=[layer(index) for index in range(config.num_layers)],
-        final_norm=norm_spec("model.norm.weight", config.hidden_size),
+        attention=lambda layer: attention_specs(
+            config, f"{layer}.self_attn", num_shards=num_shards
+        ),
+        mlp=lambda layer: experts(f"{layer}.block_sparse_moe"),
         num_shards=num_shards,
     )

@@ -68,11 +68,11 @@ def mix_experts(
         scores, experts = route(weights.router, normed, moe, step.inputs.num_tokens)
     with jax.named_scope("experts"):
         mixed = _run_experts(weights.experts, normed, scores, experts, step)
-        mixed = layers.sum_over(mixed, step.axis_name)
-    if weights.shared is None:
-        return mixed
-    with jax.named_scope("shared_experts"):
-        return mixed + decoder.gated_mlp(weights.shared, normed, step)
+    if weights.shared is not None:
+        with jax.named_scope("shared_experts"):
+            # Partial as well, for want of an axis to sum over: one sum serves both.
+            mixed += decoder.gated_mlp(weights.shared, normed, step._replace(axis_name=None))
+    return layers.sum_over(mixed, step.axis_name)
 
 
 def route(

@@ -94,7 +94,13 @@ def router_specs(
 
 
 def expert_specs(
-    config: ModelConfig, prefix: str, *, gate: str, up: str, down: str, num_shards: int
+    config: ModelConfig,
+    prefix: str,
+    *,
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    num_shards: int,
 ) -> ExpertParams:
     """Describe experts that are tensors of their own, `prefix`.N.`gate`.weight and so on."""
     assert config.moe is not None

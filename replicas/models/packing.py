@@ -15,6 +15,16 @@ from replicas.models.layer_stack import abstract_stack, stack_layers
 from replicas.models.registry import get_family
 
 
+def has_packable_sizes(config: ModelConfig) -> bool:
+    """Whether bf16 weights can be packed, which pairs the inputs of each output."""
+    sizes = [config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim]
+    if config.moe is not None:
+        sizes.append(config.moe.shared_intermediate_size)
+    if config.mla is not None:
+        sizes += [config.mla.q_lora_rank or 0, config.num_heads * config.mla.v_head_dim]
+    return all(size % 2 == 0 for size in sizes)
+
+
 def pack_params(params: Any, config: ModelConfig) -> Any:
     """Return the tree with bf16 packed matmul weights, its layers as one `LayerStack`.
 

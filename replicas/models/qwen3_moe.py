@@ -7,11 +7,9 @@ from replicas.models import hf_config
 from replicas.models.decoder_params import (
     DecoderParams,
     GatedMlpParams,
-    LayerParams,
     attention_specs,
-    decoder_specs,
     gated_mlp_specs,
-    norm_spec,
+    pre_norm_specs,
 )
 from replicas.models.hf_config import RawConfig, ReferenceDefaults
 from replicas.models.moe_config import (
@@ -88,39 +86,22 @@ def parse_config(raw: RawConfig) -> ModelConfig:
 
 def param_specs(config: ModelConfig, *, num_shards: int = 1) -> DecoderParams:
     """Describe every parameter: shape, logical axes and the checkpoint tensors it is made of."""
-    moe = config.moe
-    assert moe is not None
+    assert config.moe is not None
+    dense_layers = {f"model.layers.{index}" for index in config.moe.dense_layers}
 
-    def mlp(index: int) -> GatedMlpParams | MoEParams:
-        prefix = f"model.layers.{index}.mlp"
-        if index in moe.dense_layers:
-            return gated_mlp_specs(config, prefix, num_shards=num_shards)
+    def mlp(layer: str) -> GatedMlpParams | MoEParams:
+        if layer in dense_layers:
+            return gated_mlp_specs(config, f"{layer}.mlp", num_shards=num_shards)
         return MoEParams(
-            router=router_specs(config, f"{prefix}.gate"),
-            experts=expert_specs(
-                config,
-                f"{prefix}.experts",
-                gate="gate_proj",
-                up="up_proj",
-                down="down_proj",
-                num_shards=num_shards,
-            ),
+            router=router_specs(config, f"{layer}.mlp.gate"),
+            experts=expert_specs(config, f"{layer}.mlp.experts", num_shards=num_shards),
         )
 
-    def layer(index: int) -> LayerParams:
-        prefix = f"model.layers.{index}"
-        return LayerParams(
-            attention_norm=norm_spec(f"{prefix}.input_layernorm.weight", config.hidden_size),
-            attention=attention_specs(
-                config, f"{prefix}.self_attn", has_head_norms=True, num_shards=num_shards
-            ),
-            mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
-            mlp=mlp(index),
-        )
-
-    return decoder_specs(
+    return pre_norm_specs(
         config,
-        layers=[layer(index) for index in range(config.num_layers)],
-        final_norm=norm_spec("model.norm.weight", config.hidden_size),
+        attention=lambda layer: attention_specs(
+            config, f"{layer}.self_attn", has_head_norms=True, num_shards=num_shards
+        ),
+        mlp=mlp,
         num_shards=num_shards,
     )

@@ -19,6 +19,9 @@ from replicas.models import (
     decoder,
     decoder_params,
     deepseek_v3,
+    gemma3,
+    glm4,
+    gpt_neox,
     gpt_oss,
     hf_config,
     llama,
@@ -26,6 +29,9 @@ from replicas.models import (
     mixtral,
     moe,
     moe_params,
+    phi3,
+    qwen2,
+    qwen3,
     qwen3_moe,
 )
 from replicas.models.hf_config import RawConfig, UnsupportedModelError
@@ -81,6 +87,14 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "kimi_k2": _with_experts(
         deepseek_v3.parse_kimi_k2, deepseek_v3.param_specs, deepseek_v3.forward
+    ),
+    "qwen2": ModelFamily(qwen2.parse_config, qwen2.param_specs),
+    "qwen3": ModelFamily(qwen3.parse_config, qwen3.param_specs),
+    "gemma3_text": ModelFamily(gemma3.parse_config, gemma3.param_specs, gemma3.forward),
+    "glm4": ModelFamily(glm4.parse_config, glm4.param_specs),
+    "phi3": ModelFamily(phi3.parse_config, phi3.param_specs),
+    "gpt_neox": ModelFamily(
+        gpt_neox.parse_config, gpt_neox.param_specs, gpt_neox.forward, gpt_neox.compute_logits
     ),
 }
 

@@ -154,7 +154,7 @@ def make_rope(
         UnsupportedModelError: naming the key and its value.
     """
     stated_kind: Any = parameters.get("rope_type", "default")
-    kind: RopeKind = (aliases or {}).get(stated_kind, stated_kind)
+    kind: RopeKind = stated_kind if not aliases else aliases.get(stated_kind, stated_kind)
     if kind not in kinds:
         refuse(f"{owner}.rope_type", stated_kind, f"supported: {', '.join(kinds)}")
     _check_keys(parameters, kind, owner=owner)

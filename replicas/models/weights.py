@@ -26,9 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["CheckpointError", "abstract_params", "load_params"]
 
 # Constants that old exporters stored beside the weights; the config says the same.
-_IGNORED_NAMES = re.compile(r"\.rotary_emb\.inv_freq$")
-_HEAD_NAME = "lm_head.weight"
-_EMBEDDING_NAME = "model.embed_tokens.weight"
+_IGNORED_NAMES = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")
+_EMBEDDING_OF_HEAD = {
+    "lm_head.weight": "model.embed_tokens.weight",
+    "embed_out.weight": "gpt_neox.embed_in.weight",
+}
 
 
 def load_params(
@@ -140,9 +142,10 @@ def _audit(checkpoint: Checkpoint, specs: list[ParamSpec], config: ModelConfig) 
 
 def _is_tied_copy(checkpoint: Checkpoint, name: str) -> bool:
     """Whether `name` is an output head stored although it equals the tied embedding."""
-    if name != _HEAD_NAME or _EMBEDDING_NAME not in checkpoint.tensors:
+    embedding_name = _EMBEDDING_OF_HEAD.get(name)
+    if embedding_name not in checkpoint.tensors:
         return False
-    head, embedding = checkpoint.tensors[name], checkpoint.tensors[_EMBEDDING_NAME]
+    head, embedding = checkpoint.tensors[name], checkpoint.tensors[embedding_name]
     return (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and np.array_equal(
-        checkpoint.read(name), checkpoint.read(_EMBEDDING_NAME)
+        checkpoint.read(name), checkpoint.read(embedding_name)
     )

@@ -8,9 +8,11 @@ import pytest
 
 from bench import golden
 from bench.paged_forward import PagedForward
+from replicas.config import Quantization
 from tests.naive import NaiveLlama
 
-NAMES = ("llama", "llama3_rope", "llama_hd64_kv3", "mistral_swa")
+LLAMA_NAMES = ("llama", "llama3_rope", "llama_hd64_kv3", "mistral_swa")
+NAMES = (*LLAMA_NAMES, "qwen2", "qwen3", "gemma3", "glm4", "phi3", "gpt_neox")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -22,7 +24,19 @@ def test_logits_and_greedy_tokens_equal_the_reference(golden_dir: Path, name: st
     assert result.passed
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "int8"), ("bfloat16", "none")])
+@pytest.mark.parametrize("name", ["gemma3", "glm4", "gpt_neox"])
+def test_packed_weights_stay_close_to_the_reference(
+    golden_dir: Path, name: str, dtype: str, quantization: Quantization
+) -> None:
+    reference = np.load(golden_dir / name / "golden.npz")
+    model = PagedForward(golden_dir / name, dtype=dtype, quantization=quantization)
+    error = model.logits(reference["prompt_1"].tolist()) - reference["logits_1"]
+    relative_error = np.linalg.norm(error) / np.linalg.norm(reference["logits_1"])
+    assert 1e-4 < relative_error < 0.05
+
+
+@pytest.mark.parametrize("name", LLAMA_NAMES)
 def test_the_naive_model_is_a_valid_reference(golden_dir: Path, name: str) -> None:
     reference = np.load(golden_dir / name / "golden.npz")
     logits = NaiveLlama(golden_dir / name).logits(reference["prompt_0"])

@@ -21,8 +21,9 @@ from replicas.models.layer_stack import LayerStack, stack_layers
 from replicas.models.packing import pack_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.weights import load_params
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import TINY_LLAMA, write_checkpoint
 from tests.naive import NaiveLlama
+from tests.naive_neox import NaiveNeoX, random_neox_tensors
 
 PROMPT = np.random.default_rng(3).integers(3, 128, 40).tolist()
 
@@ -60,16 +61,59 @@ SMALL_LAYERS = dataclasses.replace(
             }
         },
         {
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        {
             "model_type": "mistral",
             "architectures": ["MistralForCausalLM"],
             "sliding_window": 7,
         },
     ],
-    ids=["biases", "one kv head", "no grouping", "linear rope", "llama3 rope", "window"],
+    ids=[
+        "biases",
+        "one kv head",
+        "no grouping",
+        "linear rope",
+        "llama3 rope",
+        "yarn rope",
+        "window",
+    ],
 )
 def test_options_equal_the_naive_model(tmp_path: Path, overrides: dict[str, Any]) -> None:
     path = write_checkpoint(tmp_path, overrides)
     expected = NaiveLlama(path).logits(PROMPT)
+    logits = PagedForward(path, dtype="float32", page_size=8).logits(PROMPT)
+    assert np.abs(logits - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("is_parallel", "is_tied", "attention_bias"), [(False, True, False), (True, False, True)]
+)
+def test_options_of_gpt_neox_equal_the_naive_model(
+    tmp_path: Path, is_parallel: bool, is_tied: bool, attention_bias: bool
+) -> None:
+    raw = {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "num_attention_heads": 3,
+        "num_key_value_heads": None,
+        "hidden_size": 60,
+        "layer_norm_eps": 1e-5,
+        "rms_norm_eps": None,
+        "rope_theta": None,
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 5000,
+        "use_parallel_residual": is_parallel,
+        "attention_bias": attention_bias,
+        "tie_word_embeddings": is_tied,
+    }
+    tensors = random_neox_tensors({**TINY_LLAMA, **raw})
+    path = write_checkpoint(tmp_path, raw, tensors=tensors)
+    expected = NaiveNeoX(path).logits(PROMPT)
     logits = PagedForward(path, dtype="float32", page_size=8).logits(PROMPT)
     assert np.abs(logits - expected).max() < 1e-4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from transformers import AutoTokenizer
 from replicas.models.gguf import GgufError
 from replicas.models.gguf_architectures import llama3_divisors
 from replicas.models.import_gguf import import_gguf
+from replicas.models.registry import load_model_config
 from tests.gguf_files import (
     CHAT_TEMPLATE,
     HEAD_DIM,
@@ -24,6 +26,7 @@ from tests.gguf_files import (
     NUM_HEADS,
     NUM_KV_HEADS,
     GgufSpec,
+    gemma3_spec,
     llama_spec,
     patched,
 )
@@ -148,6 +151,25 @@ def test_bos_is_prepended_where_the_file_says_so(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(imported(spec, tmp_path)).encode("he") == [1, 259]
 
 
+def test_a_gemma3_file_becomes_the_checkpoint_that_it_was_made_of(
+    golden_dir: Path, tmp_path: Path
+) -> None:
+    source = golden_dir / "gemma3"
+    target = imported(gemma3_spec(source), tmp_path)
+    assert dataclasses.replace(
+        load_model_config(target), eos_token_ids=(2,), checkpoint_dtype="bfloat16"
+    ) == load_model_config(source)
+    weights, expected = load_weights(target), load_weights(source)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        np.testing.assert_allclose(weight, expected[name].astype(np.float32), atol=1e-6)
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert tokenizer.encode("he  ") == [1, 8, 10]
+    assert tokenizer.encode(" he", add_special_tokens=False) == [9]
+    assert tokenizer.decode(tokenizer.encode("hé", add_special_tokens=False)) == "hé"
+
+
 def golden_items() -> list[dict[str, object]]:
     return json.loads(GOLDEN.read_text(encoding="utf-8"))["items"]
 
@@ -202,7 +224,7 @@ def with_tensor(name: str, *shape: int) -> GgufSpec:
 UNSUPPORTED = {
     "architecture": (
         patched(llama_spec(), {"general.architecture": "mamba"}),
-        "architecture 'mamba'; supported: llama",
+        "architecture 'mamba'; supported: gemma3, llama",
     ),
     "no architecture": (patched(llama_spec(), {"general.architecture": None}), "None; supported"),
     "no layers": (patched(llama_spec(), {"llama.block_count": None}), "llama.block_count"),

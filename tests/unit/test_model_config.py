@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, MistralConfig
+from transformers import (
+    Gemma3TextConfig,
+    Glm4Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from replicas.config import RopeConfig
 from replicas.models.registry import UnsupportedModelError, load_model_config
@@ -83,28 +92,133 @@ def test_both_dtype_spellings_are_read(tmp_path: Path, key: str, value: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("family", "reference"), [("llama", LlamaConfig()), ("mistral", MistralConfig())]
+    ("family", "reference"),
+    [
+        ("llama", LlamaConfig()),
+        ("mistral", MistralConfig()),
+        ("qwen2", Qwen2Config()),
+        ("qwen3", Qwen3Config()),
+        ("gemma3_text", Gemma3TextConfig()),
+        ("glm4", Glm4Config()),
+        ("phi3", Phi3Config()),
+        ("gpt_neox", GPTNeoXConfig()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_absent_keys_have_the_reference_defaults(
     tmp_path: Path, family: str, reference: Any
 ) -> None:
     config = load_model_config(write(tmp_path, {"model_type": family}))
+    num_heads, hidden_size = reference.num_attention_heads, reference.hidden_size
     assert config.vocab_size == reference.vocab_size
-    assert config.hidden_size == reference.hidden_size
+    assert config.hidden_size == hidden_size
     assert config.intermediate_size == reference.intermediate_size
     assert config.num_layers == reference.num_hidden_layers
-    assert config.num_heads == reference.num_attention_heads
-    assert config.num_kv_heads == reference.num_key_value_heads
-    assert config.head_dim == reference.head_dim
+    assert config.num_heads == num_heads
+    assert config.num_kv_heads == getattr(reference, "num_key_value_heads", num_heads)
+    assert config.head_dim == getattr(reference, "head_dim", hidden_size // num_heads)
     assert config.max_position_embeddings == reference.max_position_embeddings
-    assert config.norm_eps == reference.rms_norm_eps
+    norm_eps = [getattr(reference, key, None) for key in ("rms_norm_eps", "layer_norm_eps")]
+    assert config.norm_eps in norm_eps
     assert config.tie_word_embeddings == reference.tie_word_embeddings
-    assert config.rope.theta == reference.rope_parameters["rope_theta"]
+    ropes = reference.rope_parameters
+    assert config.rope.theta == ropes.get("full_attention", ropes)["rope_theta"]
+    partial = ropes.get("partial_rotary_factor", 1.0)
+    assert (config.rope.rotary_dim or config.head_dim) == int(config.head_dim * partial)
+    if config.sliding_rope is not None:
+        assert config.sliding_rope.theta == ropes["sliding_attention"]["rope_theta"]
     assert config.sliding_window == getattr(reference, "sliding_window", None)
-    assert config.qkv_bias == getattr(reference, "attention_bias", False)
-    assert config.mlp_bias == getattr(reference, "mlp_bias", False)
-    assert config.eos_token_ids == (reference.eos_token_id,)
+    layer_types = getattr(reference, "layer_types", [])
+    assert list(config.layer_types) == layer_types
+    assert config.qkv_bias == getattr(reference, "attention_bias", family == "qwen2")
+    assert config.mlp_bias == getattr(reference, "mlp_bias", family == "gpt_neox")
+    eos = reference.eos_token_id
+    ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    assert list(config.eos_token_ids) == ids
     assert config.bos_token_id == reference.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "windows"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, [None, None, 8, 8]),
+        ("qwen2", {"use_sliding_window": False, "max_window_layers": 2}, [None] * 4),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            [8, None, 8, None],
+        ),
+        ("gemma3_text", {"sliding_window_pattern": 2}, [8, None, 8, None]),
+        ("gemma3_text", {}, [8] * 4),
+        ("phi3", {}, [8] * 4),
+        ("phi3", {"sliding_window": None}, [None] * 4),
+        ("mistral", {}, [8] * 4),
+    ],
+)
+def test_windows_of_the_layers(
+    tmp_path: Path, family: str, keys: dict[str, Any], windows: list[int | None]
+) -> None:
+    raw = {"model_type": family, "num_hidden_layers": 4, "sliding_window": 8, **keys}
+    config = load_model_config(write(tmp_path, raw))
+    assert [config.window_of(layer) for layer in range(4)] == windows
+
+
+def test_gemma3_reads_both_spellings_of_its_two_rotary_embeddings(tmp_path: Path) -> None:
+    base = {"model_type": "gemma3_text", "num_hidden_layers": 6}
+    older = {
+        **base,
+        "rope_theta": 5e5,
+        "rope_local_base_freq": 2e4,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+    newer = {
+        **base,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    }
+    configs = [load_model_config(write(tmp_path, raw)) for raw in (older, newer)]
+    assert configs[0] == configs[1]
+    rope, local = configs[0].rope_of(5), configs[0].rope_of(0)
+    assert (rope.kind, rope.factor, rope.theta) == ("linear", 8.0, 5e5)
+    assert (local.kind, local.theta) == ("default", 2e4)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "named"),
+    [
+        ("qwen2", {"qkv_bias": False}, "qkv_bias = False"),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 4}, "sliding_window = None"),
+        ("qwen2", {"layer_types": ["full_attention"]}, "layer_types = ['full_attention']"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types = "),
+        ("qwen2", {"use_mrope": True}, "use_mrope = True"),
+        ("qwen3", {"max_window_layers": -1}, "max_window_layers = -1"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"rope_parameters": {"rope_theta": 1e4}}, "rope_parameters = "),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window = None"),
+        ("gemma3_text", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ("glm4", {"partial_rotary_factor": 1.5}, "partial_rotary_factor = 1.5"),
+        ("glm4", {"mlp_bias": True}, "mlp_bias = True"),
+        ("phi3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "'linear'"),
+        ("phi3", {"attention_bias": True}, "attention_bias = True"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias = True"),
+        ("gpt_neox", {"rope_theta": 5e5}, "rope_theta = 500000.0"),
+        ("gpt_neox", {"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ],
+)
+def test_families_refuse_what_they_have_not(
+    tmp_path: Path, family: str, keys: dict[str, Any], named: str
+) -> None:
+    write(tmp_path, {"model_type": family, "num_hidden_layers": 4, **keys})
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_model_config(tmp_path)
+    assert named in str(refusal.value)
 
 
 def test_optional_sizes_are_derived(tmp_path: Path) -> None:
