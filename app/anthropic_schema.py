@@ -49,7 +49,7 @@ class Message(_Schema):
     role: Literal["user", "assistant"]
     content: tuple[TextBlock, ...]
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextBlock])
     @classmethod
     def _blocks(cls, value: object) -> tuple[object, ...]:
         return _text_blocks(value)
@@ -80,7 +80,7 @@ class CountTokensRequest(_Schema):
             raise ValueError("must be a list of messages")
         return tuple(value)
 
-    @field_validator("system", mode="before")
+    @field_validator("system", mode="before", json_schema_input_type=str | list[TextBlock])
     @classmethod
     def _system(cls, value: object) -> tuple[object, ...]:
         return _text_blocks(value)

@@ -72,6 +72,7 @@ def create_app(
             Route("/detokenize", text.detokenize, methods=["POST"]),
             Route("/v1/models", system.list_models),
             Route("/v1/models/{model_id:path}", system.get_model),
+            Route("/openapi.json", system.openapi),
             Route("/health", system.health),
             Route("/ready", system.ready),
             Route("/version", system.version),

@@ -98,7 +98,7 @@ class GenerationParams(_Schema):
     safety_identifier: Hint | None = None
     prompt_cache_key: Hint | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _stop_strings(cls, value: object) -> tuple[str, ...]:
         stops = [value] if isinstance(value, str) else value
@@ -113,7 +113,9 @@ class GenerationParams(_Schema):
                 )
         return tuple(stops)
 
-    @field_validator("stop_token_ids", "allowed_token_ids", mode="before")
+    @field_validator(
+        "stop_token_ids", "allowed_token_ids", mode="before", json_schema_input_type=list[int]
+    )
     @classmethod
     def _token_ids(cls, value: object, info: ValidationInfo) -> TokenIds:
         if not is_token_ids(value):
@@ -122,7 +124,7 @@ class GenerationParams(_Schema):
             raise ValueError(f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(value)}")
         return tuple(value)
 
-    @field_validator("logit_bias", mode="before")
+    @field_validator("logit_bias", mode="before", json_schema_input_type=dict[str, float])
     @classmethod
     def _biases(cls, value: object) -> tuple[tuple[int, float], ...]:
         if not is_object(value):
@@ -138,7 +140,7 @@ class GenerationParams(_Schema):
             biases.append((int(key), float(bias)))
         return tuple(biases)
 
-    @field_validator("bad_words", mode="before")
+    @field_validator("bad_words", mode="before", json_schema_input_type=list[str])
     @classmethod
     def _bad_words(cls, value: object) -> tuple[str, ...]:
         if not is_list(value) or not all(isinstance(word, str) and word.strip() for word in value):
@@ -240,7 +242,11 @@ class CompletionRequest(GenerationParams):
             raise ValueError("max_tokens: must be at least 1 without 'echo'")
         return self
 
-    @field_validator("prompt", mode="plain")
+    @field_validator(
+        "prompt",
+        mode="plain",
+        json_schema_input_type=str | list[str] | list[int] | list[list[int]],
+    )
     @classmethod
     def _prompts(cls, value: object) -> tuple[str | TokenIds, ...]:
         if isinstance(value, str):
@@ -289,7 +295,7 @@ class ChatMessage(_Schema):
         """The reasoning under either of its two names."""
         return self.reasoning if self.reasoning is not None else self.reasoning_content
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart])
     @classmethod
     def _parts(cls, value: object) -> tuple[object, ...]:
         if isinstance(value, str):

@@ -13,6 +13,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
+from app.api_reference import openapi
 from app.asgi import json_response
 from app.completion_service import CompletionService, TokenClient
 from app.ingress_config import IngressConfig
@@ -80,6 +81,10 @@ class SystemEndpoints:
             "max_model_len": info.max_model_len,
         }
         return json_response(body)
+
+    async def openapi(self, _: Request) -> Response:
+        """Describe this interface to machines."""
+        return json_response(openapi())
 
     async def list_models(self, _: Request) -> Response:
         """List the one model that this application serves."""

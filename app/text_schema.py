@@ -35,7 +35,7 @@ class DetokenizeRequest(_Schema):
 
     tokens: TokenIds
 
-    @field_validator("tokens", mode="before")
+    @field_validator("tokens", mode="before", json_schema_input_type=list[int])
     @classmethod
     def _tokens(cls, value: object) -> TokenIds:
         if not is_token_ids(value):
@@ -50,12 +50,12 @@ class ScoreRequest(_Schema):
     continuations: tuple[str | TokenIds, ...] = Field(min_length=1, max_length=MAX_CONTINUATIONS)
     cache_salt: str = Field(default="", max_length=1_000)
 
-    @field_validator("prompt", mode="plain")
+    @field_validator("prompt", mode="plain", json_schema_input_type=str | list[int])
     @classmethod
     def _prompt(cls, value: object) -> str | TokenIds:
         return _text(value)
 
-    @field_validator("continuations", mode="plain")
+    @field_validator("continuations", mode="plain", json_schema_input_type=list[str | list[int]])
     @classmethod
     def _continuations(cls, value: object) -> tuple[str | TokenIds, ...]:
         if not is_list(value) or not 1 <= len(value) <= MAX_CONTINUATIONS:
