@@ -98,9 +98,7 @@ ENDPOINTS = (
         summary="Text of tokens (vLLM's shape)",
         schema=DetokenizeRequest,
     ),
-    Endpoint(
-        path="/v1/models", method="GET", summary="The model that is served, with its defaults"
-    ),
+    Endpoint(path="/v1/models", method="GET", summary="The model that is served; its defaults"),
     Endpoint(path="/v1/models/{model_id}", method="GET", summary="One model by its id"),
     Endpoint(path="/version", method="GET", summary="Versions of server and model"),
     Endpoint(path="/metrics", method="GET", summary="Prometheus metrics"),
@@ -169,8 +167,8 @@ def markdown() -> str:
 def _lines() -> Iterator[str]:
     yield "# HTTP interface"
     yield ""
-    yield "Made from the code by `python -m app.api_reference > docs/api.md`; a test checks that it is"
-    yield "current. `GET /openapi.json` tells the same to machines."
+    yield "Made from the code by `python -m app.api_reference > docs/api.md`; a test checks that it"
+    yield "is current. `GET /openapi.json` tells the same to machines."
     yield ""
     yield "## Endpoints"
     yield ""
@@ -190,15 +188,18 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "- A parameter that would have an effect and is not supported is refused with 400 and its"
     yield "  name; none is ignored. `best_of`, for one, must be 1."
-    yield "- `logprobs` are those of the model itself, before temperature and every other parameter."
+    yield "- `logprobs` are those of the model itself, before temperature and any other parameter."
     yield "- `repetition_penalty` counts prompt and output, the other penalties the output only."
     yield "- Parameters apply in this order: `allowed_token_ids`, `bad_words`, `min_tokens` and"
     yield "  `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`."
-    yield "- A chat may fill the context; a completion has 16 tokens unless `max_tokens` says otherwise."
-    yield "- Defaults of `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are those of"
-    yield "  the model's generation_config.json; `/v1/models` shows them."
-    yield "- A request for logprobs of its prompt computes the prompt anew: nothing of it comes from the"
-    yield "  prefix cache (of `/v1/score` the prompt does, the continuations do not)."
+    yield "- A chat may fill the context; a completion has 16 tokens unless `max_tokens` says"
+    yield "  otherwise."
+    yield "- Defaults of `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are those"
+    yield "  of the model's generation_config.json; `/v1/models` shows them."
+    yield "- A request for logprobs of its prompt computes the prompt anew: nothing of it comes from"
+    yield "  the prefix cache (of `/v1/score` the prompt does, the continuations do not)."
+    yield "- In `/v1/messages` an assistant's last turn is continued; a block's `cache_control` is a"
+    yield "  hint: every prefix is cached."
 
 
 def _parameters(
@@ -212,7 +213,7 @@ def _parameters(
         yield f"| `{name}` | {_default(field)} |"
     yield ""
     if neutral:
-        yield "Known and not supported; what is listed behind the name changes nothing and is accepted:"
+        yield "Known and not supported; the values behind a name change nothing and are accepted:"
         yield ""
         yield ", ".join(_accepted(name, values) for name, values in sorted(neutral.items())) + "."
         yield ""
