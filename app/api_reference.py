@@ -194,12 +194,12 @@ def _lines() -> Iterator[str]:
     yield "  `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`."
     yield "- A chat may fill the context; a completion has 16 tokens unless `max_tokens` says"
     yield "  otherwise."
-    yield "- Defaults of `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are those"
-    yield "  of the model's generation_config.json; `/v1/models` shows them."
-    yield "- A request for logprobs of its prompt computes the prompt anew: nothing of it comes from"
-    yield "  the prefix cache (of `/v1/score` the prompt does, the continuations do not)."
-    yield "- In `/v1/messages` an assistant's last turn is continued; a block's `cache_control` is a"
-    yield "  hint: every prefix is cached."
+    yield "- Defaults of `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are"
+    yield "  those of the model's generation_config.json; `/v1/models` shows them."
+    yield "- A request for logprobs of its prompt computes the prompt anew: nothing of it comes"
+    yield "  from the prefix cache (of `/v1/score` the prompt does, the continuations do not)."
+    yield "- In `/v1/messages` an assistant's last turn is continued; a block's `cache_control` is"
+    yield "  a hint: every prefix is cached."
 
 
 def _parameters(
