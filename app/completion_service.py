@@ -81,6 +81,10 @@ class TokenClient(Protocol):
         """Ask the router."""
         ...
 
+    async def drop_prefix_cache(self) -> int:
+        """Have every replica forget cached pages; return how many did."""
+        ...
+
     async def close(self) -> None:
         """Release the sink and all connections."""
         ...
