@@ -13,6 +13,7 @@ from replicas.engine.step import PackedLayout, SlotTable
 from replicas.wire import ModelInfo
 
 _FAKE_BATCHED_TOKENS = 512
+_FAKE_VOCAB_SIZE = 32000
 _FAKE_MIXED_TOKENS = 64
 _FAKE_BREAK_EVEN_CONTEXT = 4096
 
@@ -28,7 +29,9 @@ class ConstantTimeRunner:
     def __init__(self, step_s: float, *, num_slots: int, pages_per_seq: int) -> None:
         self._step_s = step_s
         self._free_at_s = 0.0
-        table = SlotTable(num_slots=num_slots, pages_per_seq=pages_per_seq)
+        table = SlotTable(
+            num_slots=num_slots, pages_per_seq=pages_per_seq, vocab_size=_FAKE_VOCAB_SIZE
+        )
         self._buckets = make_buckets(
             max_num_seqs=num_slots,
             max_mixed_tokens=max(_FAKE_MIXED_TOKENS, num_slots),
@@ -68,7 +71,7 @@ def fake_engine(step_s: float, *, max_num_seqs: int) -> Engine[Any]:
         model_id="fake",
         max_model_len=pages_per_seq * page_size,
         max_request_tokens=pages_per_seq * page_size,
-        vocab_size=32000,
+        vocab_size=_FAKE_VOCAB_SIZE,
         eos_token_ids=(),
         fingerprint="fake",
     )

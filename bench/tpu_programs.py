@@ -216,6 +216,7 @@ def _compile(workload: Workload, num_pages: int) -> tuple[Any, int]:
         compute_logits=lambda params, hidden, num_rows: compute_logits(
             params, hidden, num_rows, LLAMA_8B
         ),
+        vocab_size=LLAMA_8B.vocab_size,
     )
     whole = (
         SingleDeviceSharding(devices[0])

@@ -8,7 +8,20 @@ held-open Serve call per request.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities a request may ask for, per token."""
+MAX_LOGIT_BIAS = 300
+"""Most entries of a request's `logit_bias`."""
+MAX_BAD_WORDS = 64
+"""Most banned token sequences of a request."""
+MAX_BAD_WORD_TOKENS = 8
+"""Longest banned token sequence."""
+MAX_STOP_TOKEN_IDS = 128
+"""Most ids in a request's `stop_token_ids`."""
 
 
 class FinishReason(enum.StrEnum):
@@ -31,6 +44,24 @@ class SamplingParams:
         seed: 64-bit seed. The draw at a position depends on (seed, position) only.
         stop_token_ids: token ids that end the output (the id itself is part of the output).
         ignore_eos: do not stop at the model's end-of-sequence ids (`stop_token_ids` still stop).
+        min_p: in [0, 1]; tokens less likely than this times the likeliest one are cut off, after
+            temperature and before top-k and top-p; 0 keeps the whole vocabulary.
+        presence_penalty: taken off the logit of each token that the output holds; finite.
+        frequency_penalty: taken off for each time that the output holds it; finite.
+        repetition_penalty: > 0; divides positive logits of tokens in prompt or output, multiplies
+            negative ones; 1 changes nothing.
+        logit_bias: (token id, number added to its logit), at most `MAX_LOGIT_BIAS`.
+        allowed_token_ids: only these are drawn; empty: all.
+        bad_words: token sequences that the output never holds, at most `MAX_BAD_WORDS`, each of 1
+            to `MAX_BAD_WORD_TOKENS` tokens.
+        min_tokens: nothing that stops the output is drawn before it has so many tokens.
+        logprobs: give the log-probability of each output token, and of so many of the likeliest
+            instead of it, in [0, MAX_LOGPROBS]; None: nothing. By the model's own logits, before
+            temperature and everything above.
+        prompt_logprobs: the same for the tokens of the prompt; None: nothing.
+        prompt_logprobs_start: >= 1, position of the first prompt token that `prompt_logprobs`
+            covers; nothing precedes the token at 0. What lies before may come from the prefix
+            cache.
     """
 
     temperature: float = 0.0
@@ -40,6 +71,103 @@ class SamplingParams:
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a token's logit depends on how often the text holds it."""
+        return (
+            self.presence_penalty != 0
+            or self.frequency_penalty != 0
+            or self.repetition_penalty != 1
+        )
+
+    @property
+    def depends_on_output(self) -> bool:
+        """Whether a draw depends on the tokens drawn before it otherwise than through the model."""
+        return self.has_penalties or any(len(word) > 1 for word in self.bad_words)
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether anything but temperature, top-k and top-p changes the distribution."""
+        return (
+            self.has_penalties
+            or self.min_p > 0
+            or self.min_tokens > 0
+            or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One token's log-probability.
+
+    Attributes:
+        logprob: of the token itself, natural logarithm.
+        top: (token id, log-probability) of the likeliest, in descending order.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Log-probabilities of consecutive tokens, packed: most are never looked at one by one.
+
+    Attributes:
+        start: index of the first token: an output index, or a position in the prompt.
+        num_top: alternatives of each token.
+        data: per token its f32, then i32 ids and f32 values of the alternatives; little-endian.
+    """
+
+    start: int
+    num_top: int
+    data: bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Size of one token's entry."""
+        return 4 + 8 * self.num_top
+
+    @property
+    def end(self) -> int:
+        """Index behind the last token."""
+        return self.start + len(self.data) // self.token_bytes
+
+    def tail(self, start: int) -> TokenLogprobs:
+        """What belongs to tokens from index `start` on."""
+        if start <= self.start:
+            return self
+        skipped = min(start, self.end)
+        data = self.data[(skipped - self.start) * self.token_bytes :]
+        return TokenLogprobs(start=skipped, num_top=self.num_top, data=data)
+
+    def head(self, count: int) -> TokenLogprobs:
+        """What belongs to the first `count` tokens."""
+        return replace(self, data=self.data[: count * self.token_bytes])
+
+    def joined(self, following: TokenLogprobs) -> TokenLogprobs:
+        """With those of the tokens that follow."""
+        assert following.start == self.end
+        assert following.num_top == self.num_top
+        return replace(self, data=self.data + following.data)
+
+    def __iter__(self) -> Iterator[TokenLogprob]:
+        layout = struct.Struct(f"<f{self.num_top}i{self.num_top}f")
+        for logprob, *top in layout.iter_unpack(self.data):
+            pairs = zip(top[: self.num_top], top[self.num_top :], strict=True)
+            yield TokenLogprob(logprob=logprob, top=tuple(pairs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,14 +248,19 @@ class TokenDelta:
     Attributes:
         request_id: as in the request.
         start_index: output index of `token_ids[0]` (includes the request's `output_offset`).
-        token_ids: new tokens; empty only together with a finish reason.
+        token_ids: new tokens; empty only together with a finish reason or `prompt_logprobs`.
         result: set on the last delta.
+        logprobs: of the new tokens, where the request asks for them.
+        prompt_logprobs: of prompt tokens that this step computed, where the request asks for them;
+            all come before or with the first output token.
     """
 
     request_id: str
     start_index: int
     token_ids: tuple[int, ...]
     result: GenerateResult | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

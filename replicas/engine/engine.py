@@ -7,23 +7,40 @@ added ends with exactly one delta that carries its result.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from replicas.engine.page_allocator import PageKey, hash_root
+from replicas.engine.request_check import check_request
 from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from replicas.engine.sequence import Sequence, SequenceStatus
-from replicas.errors import ContextLengthExceeded, InvalidRequest
 from replicas.wire import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
     ModelInfo,
     ReplicaLoad,
+    SamplingParams,
     StepEvents,
     TokenDelta,
+    TokenLogprobs,
 )
+
+
+class SequenceLogprobs(NamedTuple):
+    """Log-probabilities that a step computed of one sequence.
+
+    Attributes:
+        output: of its new tokens, counted from 0.
+        prompt: of tokens of its prompt.
+    """
+
+    output: TokenLogprobs | None
+    prompt: TokenLogprobs | None
+
+
+_NO_LOGPROBS = SequenceLogprobs(output=None, prompt=None)
 
 
 class StepOutput(NamedTuple):
@@ -32,10 +49,12 @@ class StepOutput(NamedTuple):
     Attributes:
         token_ids: new tokens of each scheduled sequence; junk where it does not sample.
         num_draft_tokens: drafts that the step verified.
+        logprobs: by place among the scheduled sequences; of those that ask for them.
     """
 
     token_ids: list[list[int]]
     num_draft_tokens: int
+    logprobs: Mapping[int, SequenceLogprobs] = {}
 
 
 class Runner[StepT](Protocol):
@@ -116,42 +135,7 @@ class Engine[StepT]:
             InvalidRequest: an empty prompt, a token id out of range, a bad sampling parameter.
             ContextLengthExceeded: prompt or prompt + max_tokens over the limits.
         """
-        info, sampling = self.model_info, request.sampling
-        num_prompt = len(request.prompt_token_ids)
-        if num_prompt == 0:
-            raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
-        if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= info.vocab_size:
-            bad = next(t for t in request.prompt_token_ids if not 0 <= t < info.vocab_size)
-            raise InvalidRequest(
-                f"token id {bad} is out of range; ids are in [0, {info.vocab_size})", param="prompt"
-            )
-        if sampling.max_tokens < 1:
-            raise InvalidRequest(
-                f"max_tokens must be at least 1, got {sampling.max_tokens}", param="max_tokens"
-            )
-        if not (0 <= sampling.temperature < float("inf")):
-            raise InvalidRequest(
-                f"temperature must be finite and >= 0, got {sampling.temperature}",
-                param="temperature",
-            )
-        if not 0 < sampling.top_p <= 1 or sampling.top_k < 0:
-            raise InvalidRequest(
-                f"top_p must be in (0, 1] and top_k >= 0, got {sampling.top_p}, {sampling.top_k}",
-                param="top_p",
-            )
-        num_total = num_prompt + sampling.max_tokens
-        if num_total > info.max_model_len:
-            raise ContextLengthExceeded(
-                f"this model's context is {info.max_model_len} tokens; the prompt has {num_prompt} "
-                f"and max_tokens is {sampling.max_tokens}; shorten one of them",
-                param="prompt",
-            )
-        if num_total > info.max_request_tokens:
-            raise ContextLengthExceeded(
-                f"the KV cache of this deployment holds {info.max_request_tokens} tokens; the "
-                f"prompt has {num_prompt} and max_tokens is {sampling.max_tokens}",
-                param="prompt",
-            )
+        check_request(request, self.model_info)
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a validated request whose id no live request has."""
@@ -162,6 +146,7 @@ class Engine[StepT]:
             arrival_s=self._clock(),
             max_total_tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
             root_key=self._root_key(request),
+            stop_token_ids=self._stop_token_ids(request.sampling),
         )
         self._num_arrivals += 1
         self._sequences[request.request_id] = sequence
@@ -173,6 +158,10 @@ class Engine[StepT]:
         if sequence is not None:
             self.scheduler.finish(sequence)
             self._ended.append(sequence)
+
+    def drop_prefix_cache(self) -> None:
+        """Forget the cached pages that no running sequence uses."""
+        self.scheduler.allocator.drop_cache()
 
     def step(self) -> StepEvents:
         """Launch the next step, then take in the one before it.
@@ -241,12 +230,42 @@ class Engine[StepT]:
     def _postprocess(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
         self._num_draft_tokens += output.num_draft_tokens
         deltas: list[TokenDelta] = []
-        for part, token_ids in zip(plan.scheduled, output.token_ids, strict=True):
-            if part.samples and part.sequence.status is not SequenceStatus.FINISHED:
-                deltas.append(self._append(part, token_ids))
+        for index, part in enumerate(plan.scheduled):
+            if part.sequence.status is SequenceStatus.FINISHED:
+                continue
+            logprobs = output.logprobs.get(index, _NO_LOGPROBS)
+            prompt_logprobs = self._new_prompt_logprobs(part.sequence, logprobs.prompt)
+            if part.samples:
+                delta = self._append(part, output.token_ids[index], logprobs.output)
+                if prompt_logprobs is not None:
+                    delta = replace(delta, prompt_logprobs=prompt_logprobs)
+                deltas.append(delta)
+            elif prompt_logprobs is not None:
+                deltas.append(
+                    TokenDelta(
+                        request_id=part.sequence.request.request_id,
+                        start_index=part.sequence.request.output_offset,
+                        token_ids=(),
+                        prompt_logprobs=prompt_logprobs,
+                    )
+                )
         return deltas
 
-    def _append(self, part: ScheduledSequence, token_ids: list[int]) -> TokenDelta:
+    @staticmethod
+    def _new_prompt_logprobs(
+        sequence: Sequence, computed: TokenLogprobs | None
+    ) -> TokenLogprobs | None:
+        """What was not delivered before: a preempted prompt is computed again."""
+        if computed is None or computed.end <= sequence.next_prompt_logprob:
+            return None
+        new = computed.tail(sequence.next_prompt_logprob)
+        assert new.start == sequence.next_prompt_logprob
+        sequence.next_prompt_logprob = new.end
+        return new
+
+    def _append(
+        self, part: ScheduledSequence, token_ids: list[int], logprobs: TokenLogprobs | None
+    ) -> TokenDelta:
         """Take in a sequence's new tokens; those behind the one that ends it are dropped."""
         sequence = part.sequence
         sequence.num_inflight -= 1
@@ -261,10 +280,13 @@ class Engine[StepT]:
         self._num_output_tokens += num_new
         self._num_accepted_tokens += num_new - 1
         new = tuple(token_ids[:num_new])
+        if logprobs is not None:
+            start = sequence.request.output_offset + sequence.num_output_tokens - num_new
+            logprobs = replace(logprobs.head(num_new), start=start)
         if reason is not None:
             self.scheduler.finish(sequence)
             del self._sequences[sequence.request.request_id]
-            return self._end_delta(sequence, new, reason)
+            return replace(self._end_delta(sequence, new, reason), logprobs=logprobs)
         if sequence.status is SequenceStatus.RUNNING:
             # Accepted drafts have been computed beside the token before them.
             sequence.num_computed_tokens += num_new - 1
@@ -272,12 +294,15 @@ class Engine[StepT]:
             request_id=sequence.request.request_id,
             start_index=sequence.request.output_offset + sequence.num_output_tokens - num_new,
             token_ids=new,
+            logprobs=logprobs,
         )
 
+    def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        eos_token_ids = () if sampling.ignore_eos else self.model_info.eos_token_ids
+        return frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
+
     def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        sampling = sequence.request.sampling
-        is_eos = token_id in self.model_info.eos_token_ids and not sampling.ignore_eos
-        if is_eos or token_id in sampling.stop_token_ids:
+        if token_id in sequence.stop_token_ids:
             return FinishReason.STOP
         if len(sequence.token_ids) >= sequence.max_total_tokens:
             return FinishReason.LENGTH

@@ -18,14 +18,15 @@ import numpy.typing as npt
 from jaxtyping import Array, Int
 
 from replicas.config import EngineConfig
+from replicas.engine.adjustments import LOGPROBS, draw, slot_row_fields
 from replicas.engine.buckets import MIN_ROWS, Bucket, make_buckets, smallest_bucket
 from replicas.engine.engine import StepOutput
+from replicas.engine.logprobs import compute_logprobs
 from replicas.engine.program_store import ProgramStore
 from replicas.engine.prompt_lookup import PromptLookup
-from replicas.engine.sampler import sample
 from replicas.engine.scheduler import StepPlan
 from replicas.engine.speculation import VerifyLayout, text_shapes
-from replicas.engine.step import DeviceState, PackedLayout, SlotTable, Texts
+from replicas.engine.step import DeviceState, PackedLayout, SlotTable, Texts, wants_logprobs
 from replicas.models.kv_cache import KVPages, zeros
 
 ProgressFn = Callable[[str, int, int], None]
@@ -40,10 +41,12 @@ class Model:
     Attributes:
         forward: (params, kv_pages, inputs) -> (hidden [T, M], kv_pages).
         compute_logits: (params, hidden [R, M], rows in use [1]) -> f32 [R, V].
+        vocab_size: V.
     """
 
     forward: Callable[..., tuple[Array, KVPages]]
     compute_logits: Callable[..., Array]
+    vocab_size: int
 
 
 class CompileCounter:
@@ -67,11 +70,13 @@ class LaunchedStep:
         plan: what it computes.
         layout: knows how to read the output.
         output: i32, on the device; row i belongs to `plan.scheduled[i]`.
+        logprobs: i32, on the device, by token row; see `compute_logprobs`.
     """
 
     plan: StepPlan
     layout: PackedLayout | VerifyLayout
     output: Int[Array, "S ..."]
+    logprobs: Int[Array, "T W"]
 
 
 class ModelRunner:
@@ -109,6 +114,7 @@ class ModelRunner:
         self._table = SlotTable(
             num_slots=config.max_num_seqs,
             pages_per_seq=-(-config.max_model_len // config.page_size),
+            vocab_size=model.vocab_size,
         )
         last_token_ids: Any = jax.ShapeDtypeStruct(
             (config.max_num_seqs + 1,), jnp.int32, sharding=replicated
@@ -135,7 +141,12 @@ class ModelRunner:
                 num_slots=config.max_num_seqs,
                 sharding=replicated,
             )
-        slots = (last_token_ids, texts)
+        slot_rows: Any = jax.ShapeDtypeStruct(
+            (config.max_num_seqs, slot_row_fields(model.vocab_size).size),
+            jnp.int32,
+            sharding=replicated,
+        )
+        slots = (last_token_ids, slot_rows, texts)
         if isinstance(pages, jax.Array):
             slots = zeros(slots)
         self._state = DeviceState(kv_pages, *slots)
@@ -147,6 +158,7 @@ class ModelRunner:
         )
         self._layouts = {bucket: layout_of(bucket) for bucket in self._buckets}
         self._programs: dict[Bucket, Any] = {}
+        self._write_slot: Any = None
         self._counter = CompileCounter()
         self._num_compiles_at_warmup = 0
 
@@ -169,7 +181,9 @@ class ModelRunner:
             report_progress("programs", index, len(self._buckets))
             self._programs[bucket] = self._load_program(bucket)
             if bucket.num_tokens <= self._max_mixed_tokens:
-                self._run(bucket, self._padding(bucket)).block_until_ready()
+                jax.block_until_ready(self._run(bucket, self._padding(bucket)))
+        # Small enough to compile at every start.
+        self._write_slot = self.compile(self._lower_write_slot())
         report_progress("programs", len(self._buckets), len(self._buckets))
         if self._store is not None:
             self._store.save_index()
@@ -183,15 +197,24 @@ class ModelRunner:
             num_seqs=len(plan.scheduled) + plan.num_drafts,
         )
         layout = self._layouts[bucket]
-        return LaunchedStep(plan, layout, self._run(bucket, layout.pack(plan)))
+        packed = layout.pack(plan)
+        for row in self._table.take_new_rows():
+            slot_rows = self._write_slot(self._state.slot_rows, row)
+            self._state = self._state._replace(slot_rows=slot_rows)
+        return LaunchedStep(plan, layout, *self._run(bucket, packed))
 
     def fetch(self, step: LaunchedStep) -> StepOutput:
         """Wait for a step; the new tokens of each scheduled sequence (junk if not `samples`)."""
-        return step.layout.read(np.asarray(step.output)[: len(step.plan.scheduled)])
+        logprobs = np.asarray(step.logprobs) if wants_logprobs(step.plan) else None
+        output = np.asarray(step.output)[: len(step.plan.scheduled)]
+        return step.layout.read(step.plan, output, logprobs)
 
-    def _run(self, bucket: Bucket, packed: npt.NDArray[np.int32]) -> Int[Array, "S ..."]:
-        self._state, output = self._programs[bucket](self._params, self._state, packed)
-        return output
+    def _run(
+        self, bucket: Bucket, packed: npt.NDArray[np.int32]
+    ) -> tuple[Int[Array, "S ..."], Int[Array, "T W"]]:
+        self._state, *outputs = self._programs[bucket](self._params, self._state, packed)
+        output, logprobs = outputs
+        return output, logprobs
 
     def _padding(self, bucket: Bucket) -> npt.NDArray[np.int32]:
         return self._layouts[bucket].pack(StepPlan(scheduled=(), num_tokens=0))
@@ -211,7 +234,7 @@ class ModelRunner:
 
         def step(
             params: Any, state: DeviceState, packed: Int[Array, " words"]
-        ) -> tuple[DeviceState, Int[Array, "S ..."]]:
+        ) -> tuple[DeviceState, Int[Array, "S ..."], Int[Array, "T W"]]:
             return self._step(params, state, packed, layout)
 
         packed = jax.ShapeDtypeStruct((layout.fields.size,), jnp.int32, sharding=self._replicated)
@@ -223,10 +246,34 @@ class ModelRunner:
         state: DeviceState,
         packed: Int[Array, " words"],
         layout: PackedLayout | VerifyLayout,
-    ) -> tuple[DeviceState, Int[Array, "S ..."]]:
+    ) -> tuple[DeviceState, Int[Array, "S ..."], Int[Array, "T W"]]:
         """The fused program: embed, layers, head, sample, update the slots. Traced."""
         rows = layout.begin(state, packed)
         hidden, kv_pages = self._model.forward(params, state.kv_pages, rows.inputs)
         logits = self._model.compute_logits(params, hidden[rows.output_rows], rows.num_outputs)
-        sampled = sample(logits, rows.sampling)
-        return rows.finish(state._replace(kv_pages=kv_pages), sampled)
+        sampled = draw(logits, rows.sampling, rows.outputs, state.slot_rows)
+        logprobs = compute_logprobs(
+            logits=logits,
+            drawn=sampled,
+            output_rows=rows.output_rows,
+            is_wanted=rows.outputs.have(LOGPROBS),
+            hidden=hidden,
+            targets=rows.targets,
+            head=functools.partial(self._model.compute_logits, params),
+        )
+        state, output = rows.finish(
+            state._replace(kv_pages=kv_pages), sampled, vocab_size=self._model.vocab_size
+        )
+        return state, output, logprobs
+
+    def _lower_write_slot(self) -> jax.stages.Lowered:
+        """Trace the program that takes the row of a sequence that has got a slot."""
+
+        def write(
+            slot_rows: Int[Array, "slots W"], packed: Int[Array, " 1+W"]
+        ) -> Int[Array, "slots W"]:
+            return slot_rows.at[packed[0]].set(packed[1:])
+
+        num_words = 1 + slot_row_fields(self._model.vocab_size).size
+        packed = jax.ShapeDtypeStruct((num_words,), jnp.int32, sharding=self._replicated)
+        return jax.jit(write, donate_argnums=0).lower(self._state.slot_rows, packed)

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from replicas.engine.row_groups import for_each_group
 from replicas.models.layers import row_sum
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ _NUM_CANDIDATES = 128
 _CANDIDATE_BLOCK = 32
 # Width of the inner level of the two-level inverse CDF.
 _CDF_BLOCK = 256
-# Rows in a group of the whole-vocabulary path: the fewest for which row reductions keep their bits.
-_GROUP_ROWS = 8
 
 
 class SamplingArrays(NamedTuple):
@@ -110,7 +109,7 @@ def _sample_candidates(
     Those are the rows whose top-k is among them. An equal logit might wait behind the last
     candidate, so the last kept one must exceed it.
     """
-    values, token_ids = _top_candidates(logits)
+    values, token_ids = top_candidates(logits)
     num_candidates = values.shape[1]
     last = (
         values[:, -1] if num_candidates < logits.shape[1] else jnp.full_like(values[:, 0], -jnp.inf)
@@ -141,14 +140,8 @@ def _sample_vocabulary(
     tokens: Int32[Array, " S"],
 ) -> Int32[Array, " S"]:
     """Redraw the needy rows from their whole vocabulary, a group at a time."""
-    num_rows = logits.shape[0]
-    needy_first = jnp.argsort(~is_needy, stable=True)
-    # Row number `num_rows` does not exist: gathers clamp it and scatters drop it.
-    rows = jnp.where(is_needy[needy_first], needy_first, num_rows)
-    rows = jnp.pad(rows, (0, -num_rows % _GROUP_ROWS), constant_values=num_rows)
 
-    def draw_group(group: Array, tokens: Array) -> Array:
-        members = lax.dynamic_slice(rows, (group * _GROUP_ROWS,), (_GROUP_ROWS,))
+    def draw_group(members: Array, tokens: Array) -> Array:
         member_arrays = SamplingArrays(*(a.at[members].get(mode="clip") for a in arrays))
         drawn = _draw_from_vocabulary(
             logits.at[members].get(mode="clip"),
@@ -157,8 +150,7 @@ def _sample_vocabulary(
         )
         return tokens.at[members].set(drawn, mode="drop")
 
-    num_groups = (jnp.sum(is_needy) + _GROUP_ROWS - 1) // _GROUP_ROWS
-    return lax.fori_loop(0, num_groups, draw_group, tokens)
+    return for_each_group(is_needy, draw_group, tokens)
 
 
 def _draw_from_vocabulary(
@@ -181,7 +173,7 @@ def _draw_from_vocabulary(
         lambda: weights,
     )
     num_kept = jnp.where(has_top_k & ~has_top_p, arrays.top_k, vocab_size)
-    block_sums = _sum_blocks(weights)
+    block_sums = sum_blocks(weights)
     mass_kept = jnp.where(has_top_p, arrays.top_p * jnp.sum(block_sums, axis=1), jnp.inf)
 
     def draw(block_sums: Array, floor: Array, uniforms: Array) -> Array:
@@ -198,7 +190,7 @@ def _draw_from_vocabulary(
         attempt, tokens, block_sums, floor, is_open = state
         values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
         is_above = logits > values
-        sums_above = _sum_blocks(jnp.where(is_above, weights, 0.0))
+        sums_above = sum_blocks(jnp.where(is_above, weights, 0.0))
         is_cut = jnp.sum(sums_above, axis=1) >= mass_kept
         is_cut |= lax.cond(
             jnp.any(num_kept < vocab_size),
@@ -228,7 +220,7 @@ def _keep_top_k(
     return jnp.where(order >= smallest[:, None], weights, 0.0)
 
 
-def _sum_blocks(weights: Float32[Array, "G V"]) -> Float32[Array, "G B"]:
+def sum_blocks(weights: Float32[Array, "G V"]) -> Float32[Array, "G B"]:
     """Sum blocks of `_CDF_BLOCK` tokens: the outer level of the inverse CDF."""
     padded = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % _CDF_BLOCK)))
     return jnp.sum(padded.reshape(weights.shape[0], -1, _CDF_BLOCK), axis=2)
@@ -253,7 +245,7 @@ def _first_argmax(x: Array) -> Int32[Array, " S"]:
     return jnp.min(jnp.where(is_max, indices, x.shape[1] - 1), axis=1)
 
 
-def _top_candidates(
+def top_candidates(
     logits: Float32[Array, "S V"],
 ) -> tuple[Float32[Array, "S C"], Int32[Array, "S C"]]:
     """Return each row's largest logits in descending order, and their ids.

@@ -281,11 +281,12 @@ class Scheduler:
     def _start(self, sequence: Sequence) -> bool:
         """Give a slot and pages for all known tokens; False if there are too few pages.
 
-        The last token is never taken from the cache: its logits are needed. One free page per
-        running sequence is left, so that an admission does not cause a preemption at once.
+        Tokens whose logits are needed are never taken from the cache, the last one among them. One
+        free page per running sequence is left, so that an admission does not cause a preemption at
+        once.
         """
         num_tokens = sequence.num_tokens
-        keys = sequence.page_keys(page_size=self.page_size, num_tokens=num_tokens - 1)
+        keys = sequence.page_keys(page_size=self.page_size, num_tokens=sequence.max_cached_tokens)
         matched = self.allocator.match(keys)
         count = -(-num_tokens // self.page_size) - len(matched)
         pages = None
@@ -329,8 +330,11 @@ class Scheduler:
         """Make room for drafts behind the next token, in free pages only; returns for how many.
 
         Nobody is preempted for a guess. Positions at the sequence's end or beyond need no room:
-        the device verifies no drafts there.
+        the device verifies no drafts there. Where a draw depends on the output before it there are
+        none: those of drafts would have to be noted and taken back.
         """
+        if sequence.request.sampling.depends_on_output:
+            return 0
         wanted = min(wanted, sequence.max_total_tokens - sequence.num_tokens - 1)
         num_tokens = sequence.max_num_tokens
         end = min(num_tokens + wanted, sequence.max_total_tokens)

@@ -42,6 +42,9 @@ class Sequence:
         first_step_s: clock at the first step that contained it, or None.
         num_admissions: how often it got a slot; more than 1 after a preemption.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
+        stop_token_ids: ids that end the output.
+        next_prompt_logprob: position of the first prompt token whose log-probability is still to be
+            delivered; behind the prompt when there is none.
         order: (priority, arrival number): who goes first, and (largest) who is preempted first.
     """
 
@@ -52,6 +55,7 @@ class Sequence:
         "arrival_s",
         "first_step_s",
         "max_total_tokens",
+        "next_prompt_logprob",
         "num_admissions",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -63,6 +67,7 @@ class Sequence:
         "request",
         "slot",
         "status",
+        "stop_token_ids",
         "token_ids",
     )
 
@@ -74,8 +79,10 @@ class Sequence:
         arrival_s: float,
         max_total_tokens: int,
         root_key: PageKey,
+        stop_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self.request = request
+        self.stop_token_ids = stop_token_ids
         self.token_ids = array("i", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.max_total_tokens = max_total_tokens
@@ -89,6 +96,10 @@ class Sequence:
         self.first_step_s: float | None = None
         self.num_admissions = 0
         self.num_cached_tokens = 0
+        sampling = request.sampling
+        self.next_prompt_logprob = self.num_prompt_tokens
+        if sampling.prompt_logprobs is not None:
+            self.next_prompt_logprob = min(sampling.prompt_logprobs_start, self.num_prompt_tokens)
         self.order = (request.priority, arrival_number)
         self._root_key = root_key
         self._page_keys: list[PageKey] = []
@@ -109,6 +120,23 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def first_output(self) -> int:
+        """Position of the first output token; before a migration's own, which its prompt holds."""
+        return self.num_prompt_tokens - self.request.output_offset
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """Tokens that need not be computed again where their KV is found: no logits of them."""
+        if self.next_prompt_logprob < self.num_prompt_tokens:
+            return self.next_prompt_logprob - 1
+        return self.num_tokens - 1
+
+    def prompt_logprob_rows(self, start: int, end: int) -> range:
+        """Of the positions [start, end), those whose logits give a missing prompt logprob."""
+        first = max(start, self.next_prompt_logprob - 1)
+        return range(first, max(first, min(end, self.num_prompt_tokens - 1)))
 
     @property
     def num_uncomputed_tokens(self) -> int:

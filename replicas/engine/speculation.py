@@ -22,17 +22,20 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Array, Int
 
+from replicas.engine.adjustments import OutputRows, note_drawn
 from replicas.engine.buckets import MIN_ROWS, Bucket
-from replicas.engine.engine import StepOutput
+from replicas.engine.engine import SequenceLogprobs, StepOutput
+from replicas.engine.packed_fields import PackedFields
 from replicas.engine.prompt_lookup import PromptLookup, find_drafts
 from replicas.engine.sampler import SamplingArrays
 from replicas.engine.scheduler import StepPlan
 from replicas.engine.step import (
     DeviceState,
-    PackedFields,
     SlotTable,
     Texts,
     pack_slots,
+    pack_targets,
+    read_logprobs,
     slot_shapes,
     unpack_sampling,
 )
@@ -50,6 +53,9 @@ class VerifyRows(NamedTuple):
         output_rows: i32 [R], token rows whose next token is drawn; a sequence's are consecutive.
         num_outputs: i32 [1], output rows in use.
         sampling: of each output row.
+        outputs: slot and flags of each output row.
+        targets: i32 [T], 1 + the prompt token behind a token row whose logprob is wanted, else 0.
+        flags: i32 [S], flags of each sequence.
         slots: i32 [S], slot that takes the sequence's newest token, or num_slots for none.
         text_lens: i32 [S], length of the text that the first output continues.
         first_outputs: i32 [S], where a sequence's outputs begin.
@@ -62,6 +68,9 @@ class VerifyRows(NamedTuple):
     output_rows: Int[Array, " R"]
     num_outputs: Int[Array, " 1"]
     sampling: SamplingArrays
+    outputs: OutputRows
+    targets: Int[Array, " T"]
+    flags: Int[Array, " S"]
     slots: Int[Array, " S"]
     text_lens: Int[Array, " S"]
     first_outputs: Int[Array, " S"]
@@ -70,7 +79,7 @@ class VerifyRows(NamedTuple):
     draft_width: int
 
     def finish(
-        self, state: DeviceState, sampled: Int[Array, " R"]
+        self, state: DeviceState, sampled: Int[Array, " R"], *, vocab_size: int
     ) -> tuple[DeviceState, Int[Array, "S 3+D"]]:
         """Take each sequence's drawn tokens up to the first that its draft did not foresee; traced.
 
@@ -93,7 +102,16 @@ class VerifyRows(NamedTuple):
             lengths=state.texts.lengths.at[self.slots].set(text_lens),
         )
         state = state._replace(
-            last_token_ids=state.last_token_ids.at[self.slots].set(newest), texts=texts
+            last_token_ids=state.last_token_ids.at[self.slots].set(newest),
+            # Sequences whose draws are noted have no drafts: the newest is the only one.
+            slot_rows=note_drawn(
+                state.slot_rows,
+                newest,
+                self.text_lens,
+                OutputRows(slots=self.slots, flags=self.flags),
+                vocab_size=vocab_size,
+            ),
+            texts=texts,
         )
         counts = jnp.stack([1 + num_accepted, self.num_drafts], axis=1)
         return state, jnp.concatenate([counts, drawn], axis=1)
@@ -131,6 +149,7 @@ class VerifyLayout:
         return PackedFields(
             {
                 "token_ids": (self.bucket.num_tokens,),
+                "targets": (self.bucket.num_tokens,),
                 **dict.fromkeys(names, (num_seqs,)),
                 **slot_shapes(num_seqs, self._table.pages_per_seq),
             }
@@ -157,6 +176,8 @@ class VerifyLayout:
             view["is_chained"][index] = len(known) < end - part.start
             if part.samples:
                 view["slots"][index] = part.slot
+            if sequence.request.sampling.prompt_logprobs is not None:
+                pack_targets(view["targets"], part, row)
             view["starts"][index] = part.start
             view["num_rows"][index] = part.num_tokens
             view["max_drafts"][index] = part.num_drafts
@@ -192,12 +213,14 @@ class VerifyLayout:
         rows = jnp.arange(self.bucket.num_tokens, dtype=jnp.int32)
         owners, offsets = _owners(rows, cu_q_lens)
         is_row = rows < cu_q_lens[-1]
-        token_ids = field["token_ids"].at[first_rows[owners] + offsets].get(mode="clip")
+        host_rows = first_rows[owners] + offsets
+        token_ids = field["token_ids"].at[host_rows].get(mode="clip")
         token_ids = jnp.where(offsets == 0, first_token_ids[owners], token_ids)
         places = offsets - num_known[owners]
         token_ids = jnp.where(
             places < 0, token_ids, drafts.at[owners, jnp.maximum(places, 0)].get(mode="clip")
         )
+        targets = jnp.where(is_row, field["targets"].at[host_rows].get(mode="clip"), 0)
         positions = jnp.where(is_row, starts[owners] + offsets, 0)
         inputs = ModelInputs(
             token_ids=jnp.where(is_row, token_ids, 0),
@@ -217,6 +240,7 @@ class VerifyLayout:
         output_rows = jnp.where(is_output, output_rows, 0)
         sampling = unpack_sampling(field, positions=text_lens)
         sampling = SamplingArrays(*(of_sequence[owners] for of_sequence in sampling))
+        flags = jnp.where(slots < self._table.num_slots, field["flags"], 0)
         return VerifyRows(
             inputs=inputs,
             output_rows=output_rows,
@@ -225,6 +249,9 @@ class VerifyLayout:
                 temperature=jnp.where(is_output, sampling.temperature, 0.0),
                 positions=positions[output_rows] + 1,
             ),
+            outputs=OutputRows(slots=slots[owners], flags=jnp.where(is_output, flags[owners], 0)),
+            targets=targets,
+            flags=flags,
             slots=slots,
             text_lens=text_lens,
             first_outputs=cu_outputs[:-1],
@@ -234,11 +261,24 @@ class VerifyLayout:
         )
 
     @staticmethod
-    def read(output: npt.NDArray[np.int32]) -> StepOutput:
-        """Unpack what `VerifyRows.finish` returned, cut to the plan's sequences."""
+    def read(
+        plan: StepPlan, output: npt.NDArray[np.int32], logprobs: npt.NDArray[np.int32] | None
+    ) -> StepOutput:
+        """Unpack a step's output; arguments as for `PackedLayout.read`."""
+        by_index: dict[int, SequenceLogprobs] = {}
+        if logprobs is not None:
+            row = 0
+            for index, (part, num_drafts) in enumerate(
+                zip(plan.scheduled, output[:, 1].tolist(), strict=True)
+            ):
+                by_index[index] = read_logprobs(
+                    logprobs, part, first_row=row, num_outputs=1 + num_drafts
+                )
+                row += part.num_tokens - part.num_drafts + num_drafts
         return StepOutput(
             token_ids=[row[2 : 2 + row[0]] for row in output.tolist()],
             num_draft_tokens=int(output[:, 1].sum()),
+            logprobs=by_index,
         )
 
     def _find_drafts(

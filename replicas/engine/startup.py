@@ -326,6 +326,7 @@ def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:
         compute_logits=lambda params, hidden, num_rows: compute_logits(
             params, hidden, num_rows, model_config
         ),
+        vocab_size=model_config.vocab_size,
     )
     return ModelRunner(
         model,

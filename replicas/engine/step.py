@@ -1,7 +1,9 @@
 """What crosses between host and device in a step: one packed i32 vector in, token ids out.
 
 One transfer instead of a dozen small ones: dispatch and transfer cost grow with the number of
-arguments, not with these few kilobytes. The layout depends on the bucket only. Here is the plain
+arguments, not with these few kilobytes. What concerns few requests stays on the device, in a row of
+`DeviceState.slot_rows` that is written when such a sequence takes the slot. The layout depends on
+the bucket only. Here is the plain
 one; `speculation` has that of steps that also verify drafts.
 """
 
@@ -18,8 +20,11 @@ import numpy as np
 import numpy.typing as npt
 from jaxtyping import Array, Int
 
+from replicas.engine.adjustments import ADJUSTED, OutputRows, make_slot_row, note_drawn, row_flags
 from replicas.engine.buckets import Bucket
-from replicas.engine.engine import StepOutput
+from replicas.engine.engine import SequenceLogprobs, StepOutput
+from replicas.engine.logprobs import pack_logprobs
+from replicas.engine.packed_fields import PackedFields
 from replicas.engine.sampler import SamplingArrays
 from replicas.engine.scheduler import ScheduledSequence, StepPlan
 from replicas.engine.sequence import Sequence
@@ -34,11 +39,14 @@ class DeviceState(NamedTuple):
         kv_pages: [N, 2K, page, D] per layer, or [L, N, 2K, page, D].
         last_token_ids: i32 [num_slots + 1], the newest token of each slot; the last entry takes
             the writes of padding rows.
+        slot_rows: i32 [num_slots, W], what changes the logits of each slot's sequence; see
+            `adjustments`.
         texts: what drafts are looked up in; None without speculation.
     """
 
     kv_pages: KVPages
     last_token_ids: Int[Array, " slots"]
+    slot_rows: Int[Array, "slots W"]
     texts: Texts | None = None
 
 
@@ -63,57 +71,39 @@ class StepRows(NamedTuple):
         output_rows: i32 [R], token rows whose next token is drawn.
         num_outputs: i32 [1], output rows in use.
         sampling: of each output row.
-        slots: i32 [S], slot that takes the sequence's newest token, or num_slots for none.
+        outputs: slot and flags of each output row.
+        targets: i32 [T], 1 + the prompt token behind a token row whose logprob is wanted, else 0.
     """
 
     inputs: ModelInputs
     output_rows: Int[Array, " R"]
     num_outputs: Int[Array, " 1"]
     sampling: SamplingArrays
-    slots: Int[Array, " S"]
+    outputs: OutputRows
+    targets: Int[Array, " T"]
 
     def finish(
-        self, state: DeviceState, sampled: Int[Array, " S"]
+        self, state: DeviceState, sampled: Int[Array, " S"], *, vocab_size: int
     ) -> tuple[DeviceState, Int[Array, " S"]]:
         """Note the drawn tokens; traced. Returns the state and what `PackedLayout.read` takes."""
-        last_token_ids = state.last_token_ids.at[self.slots].set(sampled)
-        return state._replace(last_token_ids=last_token_ids), sampled
-
-
-class PackedFields:
-    """Arrays of i32 laid end to end in one vector.
-
-    Attributes:
-        size: length of the vector.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.size = 0
-        self._spans: dict[str, tuple[int, int, tuple[int, ...]]] = {}
-        for name, shape in shapes.items():
-            end = self.size + int(np.prod(shape))
-            self._spans[name] = (self.size, end, shape)
-            self.size = end
-
-    def views(self, packed: npt.NDArray[np.int32]) -> dict[str, npt.NDArray[np.int32]]:
-        """Writable views of every field of a packed host vector."""
-        return {
-            name: packed[start:end].reshape(shape)
-            for name, (start, end, shape) in self._spans.items()
-        }
-
-    def split(self, packed: Int[Array, " words"]) -> dict[str, Int[Array, ...]]:
-        """Every field of a packed vector on the device; traced."""
-        return {
-            name: jax.lax.slice(packed, (start,), (end,)).reshape(shape)
-            for name, (start, end, shape) in self._spans.items()
-        }
+        state = state._replace(
+            last_token_ids=state.last_token_ids.at[self.outputs.slots].set(sampled),
+            slot_rows=note_drawn(
+                state.slot_rows,
+                sampled,
+                self.sampling.positions,
+                self.outputs,
+                vocab_size=vocab_size,
+            ),
+        )
+        return state, sampled
 
 
 def slot_shapes(num_seqs: int, pages_per_seq: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the fields that `pack_slots` fills."""
     return {
         "num_seqs": (1,),
+        "flags": (num_seqs,),
         "temperature": (num_seqs,),
         "top_k": (num_seqs,),
         "top_p": (num_seqs,),
@@ -141,16 +131,24 @@ class SlotTable:
     The host's mirror of what the scheduler assigned: page list and sampling parameters by slot.
     """
 
-    def __init__(self, *, num_slots: int, pages_per_seq: int) -> None:
+    def __init__(self, *, num_slots: int, pages_per_seq: int, vocab_size: int) -> None:
         self.num_slots = num_slots
+        self.vocab_size = vocab_size
         self.pages_per_seq = pages_per_seq
         self.page_indices = np.zeros((num_slots, pages_per_seq), np.int32)
+        self.flags = np.zeros(num_slots, np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
         self.top_p = np.ones(num_slots, np.float32)
         self.seeds = np.zeros((num_slots, 2), np.uint32)
         self._owners: list[tuple[Sequence, int] | None] = [None] * num_slots
         self._num_written = [0] * num_slots
+        self._new_rows: list[npt.NDArray[np.int32]] = []
+
+    def take_new_rows(self) -> list[npt.NDArray[np.int32]]:
+        """[slot, row...] of each sequence that needs a row on the device and has none yet."""
+        rows, self._new_rows = self._new_rows, []
+        return rows
 
     def update(self, slot: int, sequence: Sequence) -> None:
         """Write what changed in a slot since the last step that contained it.
@@ -170,6 +168,10 @@ class SlotTable:
 
     def _write_sampling(self, slot: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
+        self.flags[slot] = row_flags(sampling)
+        if self.flags[slot] & ADJUSTED:
+            row = make_slot_row(sequence, self.vocab_size)
+            self._new_rows.append(np.concatenate([np.array([slot], np.int32), row]))
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
         self.top_p[slot] = sampling.top_p
@@ -182,12 +184,62 @@ def pack_slots(
     """Gather what the table knows of the sequences' slots into the fields of `slot_shapes`."""
     num_seqs = len(slots)
     view["num_seqs"][0] = num_seqs
+    view["flags"][:num_seqs] = table.flags[slots]
     view["temperature"].view(np.float32)[:num_seqs] = table.temperature[slots]
     view["top_k"][:num_seqs] = table.top_k[slots]
     view["top_p"].view(np.float32)[:] = 1.0
     view["top_p"].view(np.float32)[:num_seqs] = table.top_p[slots]
     view["seeds"].view(np.uint32)[:num_seqs] = table.seeds[slots]
     view["page_indices"][:num_seqs] = table.page_indices[slots]
+
+
+def pack_targets(targets: npt.NDArray[np.int32], part: ScheduledSequence, first_row: int) -> None:
+    """Mark the token rows of a part, the first of which is given, that give prompt logprobs."""
+    rows = part.sequence.prompt_logprob_rows(part.start, part.start + part.num_tokens)
+    if rows:
+        tokens = part.sequence.token_ids[rows.start + 1 : rows.stop + 1]
+        offset = first_row - part.start
+        targets[rows.start + offset : rows.stop + offset] = np.asarray(tokens) + 1
+
+
+def wants_logprobs(plan: StepPlan) -> bool:
+    """Whether the host reads what a step computes of log-probabilities."""
+    return any(
+        part.sequence.request.sampling.logprobs is not None
+        or part.sequence.request.sampling.prompt_logprobs is not None
+        for part in plan.scheduled
+    )
+
+
+def read_logprobs(
+    table: npt.NDArray[np.int32], part: ScheduledSequence, *, first_row: int, num_outputs: int
+) -> SequenceLogprobs:
+    """What a part's token rows say: those of prompt tokens, and its last `num_outputs`.
+
+    Args:
+        table: i32 [T, W], see `compute_logprobs`.
+        part: of the plan.
+        first_row: its first token row.
+        num_outputs: rows whose tokens were drawn; a plain step has one a sequence.
+    """
+    sampling = part.sequence.request.sampling
+    prompt, output = None, None
+    num_rows = part.num_tokens - part.num_drafts
+    if sampling.prompt_logprobs is not None:
+        rows = part.sequence.prompt_logprob_rows(part.start, part.start + num_rows)
+        if rows:
+            offset = first_row - part.start
+            prompt = pack_logprobs(
+                table[rows.start + offset : rows.stop + offset],
+                start=rows.start + 1,
+                num_top=sampling.prompt_logprobs,
+            )
+    if sampling.logprobs is not None and part.samples:
+        first = first_row + num_rows - 1
+        output = pack_logprobs(
+            table[first : first + num_outputs], start=0, num_top=sampling.logprobs
+        )
+    return SequenceLogprobs(output=output, prompt=prompt)
 
 
 class PackedLayout:
@@ -210,6 +262,7 @@ class PackedLayout:
                 "token_ids": (num_tokens,),
                 "token_slots": (num_tokens,),
                 "positions": (num_tokens,),
+                "targets": (num_tokens,),
                 "kv_lens": (num_seqs,),
                 "cu_q_lens": (num_seqs + 1,),
                 "slots": (num_seqs,),
@@ -243,6 +296,8 @@ class PackedLayout:
             view["kv_lens"][index] = end
             if part.samples:
                 view["slots"][index] = part.slot
+            if sequence.request.sampling.prompt_logprobs is not None:
+                pack_targets(view["targets"], part, row)
             row += part.num_tokens
             view["cu_q_lens"][index + 1] = row
         view["cu_q_lens"][len(slots) + 1 :] = row
@@ -307,10 +362,29 @@ class PackedLayout:
             output_rows=jnp.maximum(field["cu_q_lens"][1:] - 1, 0),
             num_outputs=inputs.num_seqs,
             sampling=unpack_sampling(field, positions=field["kv_lens"]),
-            slots=field["slots"],
+            outputs=OutputRows(
+                slots=field["slots"],
+                # A row that only computes a prompt draws nothing.
+                flags=jnp.where(field["slots"] < self._table.num_slots, field["flags"], 0),
+            ),
+            targets=field["targets"],
         )
 
     @staticmethod
-    def read(output: npt.NDArray[np.int32]) -> StepOutput:
-        """Unpack what `StepRows.finish` returned, cut to the plan's sequences."""
-        return StepOutput(token_ids=output[:, None].tolist(), num_draft_tokens=0)
+    def read(
+        plan: StepPlan, output: npt.NDArray[np.int32], logprobs: npt.NDArray[np.int32] | None
+    ) -> StepOutput:
+        """Unpack a step's output.
+
+        Args:
+            plan: what was computed.
+            output: what `StepRows.finish` returned, cut to the plan's sequences.
+            logprobs: i32 [T, W], see `compute_logprobs`; None where `wants_logprobs` is false.
+        """
+        by_index: dict[int, SequenceLogprobs] = {}
+        if logprobs is not None:
+            row = 0
+            for index, part in enumerate(plan.scheduled):
+                by_index[index] = read_logprobs(logprobs, part, first_row=row, num_outputs=1)
+                row += part.num_tokens
+        return StepOutput(token_ids=output[:, None].tolist(), num_draft_tokens=0, logprobs=by_index)
