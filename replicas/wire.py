@@ -151,6 +151,19 @@ class ReplicaLoad:
         num_accepted_tokens: of those, that were right and became output tokens.
         num_compiles_after_warmup: must read 0.
         step_s: duration of the last step, seconds.
+        num_decodes: running sequences whose prompt is computed.
+        num_decode_context_tokens: tokens of those: what a decode step attends to.
+        num_waiting_tokens: tokens of sequences that wait in the engine; the prefix cache may hold
+            some of them.
+        num_pending_pairs: (token, position before it) pairs that `num_pending_prefill_tokens` and
+            `num_waiting_tokens` will attend to.
+        max_chunk_tokens: most prompt tokens in a step that has decode rows.
+        num_computed_tokens: tokens of all steps since start, prompts and decode rows.
+        num_prefill_tokens: of those, of prompts.
+        num_prefill_pairs: pairs, as above, that the prompt tokens attended to.
+        num_context_tokens: context tokens that the decode rows attended to.
+        busy_s: sum of all steps' durations, seconds. With the four counts before it, this is what
+            the router fits its step model to: differences survive lost events.
     """
 
     num_running: int = 0
@@ -169,6 +182,29 @@ class ReplicaLoad:
     num_accepted_tokens: int = 0
     num_compiles_after_warmup: int = 0
     step_s: float = 0.0
+    num_decodes: int = 0
+    num_decode_context_tokens: int = 0
+    num_waiting_tokens: int = 0
+    num_pending_pairs: int = 0
+    max_chunk_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    num_context_tokens: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What became of the pages of a replica's prefix cache since its last event.
+
+    Attributes:
+        stored: keys of pages that can be found from now on.
+        dropped: keys of pages that cannot any more. A key is in one of the two at most.
+    """
+
+    stored: tuple[bytes, ...] = ()
+    dropped: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +214,12 @@ class StepEvents:
     Attributes:
         deltas: new tokens and endings, at most one per request.
         load: load after the step.
+        cache: pages that were stored and dropped since the step before.
     """
 
     deltas: tuple[TokenDelta, ...]
     load: ReplicaLoad
+    cache: CacheChange = CacheChange()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,124 @@
-"""What it costs to give a request to a replica: one number, the lower the better.
+"""What it costs to give a request to each replica, in seconds of delay to everybody.
 
-Today: outstanding tokens. Prediction in milliseconds replaces this function and nothing else.
+Pure, over the fleet's arrays. The terms are physical times, so that there is hardly a weight to
+tune, and whether a target can be met falls out of the same numbers.
 """
 
 from __future__ import annotations
 
-from app.router.replica_view import ReplicaView
+from dataclasses import dataclass
+from typing import Protocol
 
-TYPICAL_REQUEST_TOKENS = 256
-"""Stands for a request that another router sent, of which we know no length."""
+import numpy as np
+
+from app.router.fleet import Bools, Fleet, Floats
+
+STALL_WEIGHT = 0.1
+"""What a second of delay to a running stream counts against a second of delay to a first token."""
+
+KV_PRESSURE_FROM = 0.9
+KV_PRESSURE_S = 10.0
+"""Cost of filling a replica's pages from `KV_PRESSURE_FROM` to the last: it preempts beyond."""
+
+MAX_PREFILL_SHARE = 0.95
 
 
-def cost_of(view: ReplicaView) -> float:
-    """Return the tokens that the replica owes: ours as booked, others' as estimated."""
-    return view.num_booked_tokens + view.num_foreign * TYPICAL_REQUEST_TOKENS
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """The request that a replica is sought for.
+
+    Attributes:
+        num_prompt_tokens: >= 1.
+        max_tokens: most output tokens.
+        held_tokens: f64 [rows], leading prompt tokens that each replica has, in whatever tier.
+        device_tokens: f64 [rows], of those, what it need not fetch; None: all.
+        fetch_s_per_token: seconds to fetch a token's KV from the replica's host tier.
+    """
+
+    num_prompt_tokens: int
+    max_tokens: int
+    held_tokens: Floats
+    device_tokens: Floats | None = None
+    fetch_s_per_token: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a policy says of every row; rows without a replica hold anything.
+
+    Attributes:
+        cost: the lower the better.
+        queued_s: predicted wait for the prompts that are there; None: the policy predicts nothing.
+        ttft_s: predicted time to first token.
+        tpot_s: predicted time per output token after it.
+    """
+
+    cost: Floats
+    queued_s: Floats | None = None
+    ttft_s: Floats | None = None
+    tpot_s: Floats | None = None
+
+
+class Policy(Protocol):
+    """Rates replicas. The service runs `PredictedCost`; the simulator compares others with it."""
+
+    def rate(self, fleet: Fleet, question: Question, now: float) -> Answer:
+        """Return the cost of each row."""
+        ...
+
+
+class PredictedCost:
+    """Time to first token, stall of the running streams, pressure on the pages.
+
+    cost = queued + own + fetch + stall + pressure, where
+    - queued: prompts at the replica, as reported and worked off since, and booked since;
+    - own: the request's own uncached prompt;
+    - fetch: its pages in the replica's host tier, if that is faster than to compute them;
+    - stall: what `own` delays the streams that run there;
+    - pressure: pages in use near the limit.
+    """
+
+    def rate(self, fleet: Fleet, question: Question, now: float) -> Answer:
+        """Return cost and predictions of each row."""
+        costs = fleet.model.costs
+        length = question.num_prompt_tokens
+        step = costs.step + costs.context * fleet.context
+        per_token = costs.token + step / fleet.chunk_tokens
+        queued = fleet.pending_tokens * per_token + costs.pair * fleet.pending_pairs
+        queued -= now - fleet.loaded_at
+        np.maximum(queued, 0, out=queued)
+        queued += fleet.claimed_tokens * per_token + costs.pair * fleet.claimed_pairs
+        held = np.minimum(question.held_tokens, length - 1)
+        own = prefill_s(held, length, per_token, costs.pair)
+        if question.device_tokens is not None:
+            on_device = np.minimum(question.device_tokens, held)
+            fetch = (held - on_device) * question.fetch_s_per_token
+            own = np.minimum(own + fetch, prefill_s(on_device, length, per_token, costs.pair))
+        slowness = fleet.slowness
+        queued *= slowness
+        own *= slowness
+        ttft = queued + own
+        ttft += step
+        cost = ttft + STALL_WEIGHT * own * fleet.outstanding
+        used = (fleet.used_pages + length / np.maximum(fleet.page_size, 1)) / fleet.num_pages
+        pressure = (used - KV_PRESSURE_FROM) * (KV_PRESSURE_S / (1 - KV_PRESSURE_FROM))
+        cost += np.maximum(pressure, 0)
+        tpot = (step + costs.token * (fleet.decodes + 1) + costs.context * length) * slowness
+        tpot /= 1 - np.minimum(fleet.prefill_share, MAX_PREFILL_SHARE)
+        return Answer(cost=cost, queued_s=queued, ttft_s=ttft, tpot_s=tpot)
+
+
+def prefill_s(held: Floats, length: int, per_token: Floats, pair_s: float) -> Floats:
+    """Return the seconds to compute prompt tokens [held, length)."""
+    return (length - held) * (per_token + (0.5 * pair_s) * (length + held))
+
+
+def fits(answer: Answer, *, ttft_s: float | None, tpot_s: float | None) -> Bools | None:
+    """Return which rows meet the targets, or None where there is nothing to check."""
+    meets: Bools | None = None
+    if ttft_s is not None and answer.ttft_s is not None:
+        meets = answer.ttft_s <= ttft_s
+    if tpot_s is not None and answer.tpot_s is not None:
+        in_time = answer.tpot_s <= tpot_s
+        meets = in_time if meets is None else meets & in_time
+    return meets

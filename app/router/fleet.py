@@ -1,0 +1,178 @@
+"""All replicas of a router, as views to change and as arrays to decide by.
+
+Pure. A decision looks at every replica; at a thousand of them only arrays are fast enough.
+Invariant: after `refresh(view)` the arrays say what the view says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from app.router.replica_view import ReplicaView
+from app.router.step_model import StepModel
+from replicas.wire import ReplicaLoad
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+SLOWNESS_WEIGHT = 0.05
+PREFILL_SHARE_S = 10.0
+"""Window of `ReplicaView.prefill_share`."""
+
+_COLUMNS = (
+    "free_slots",
+    "free_pages",
+    "outstanding",
+    "booked_tokens",
+    "foreign",
+    "page_size",
+    "num_pages",
+    "used_pages",
+    "chunk_tokens",
+    "context",
+    "decodes",
+    "pending_tokens",
+    "pending_pairs",
+    "claimed_tokens",
+    "claimed_pairs",
+    "loaded_at",
+    "slowness",
+    "prefill_share",
+)
+
+
+class Fleet:
+    """The replicas that a router knows.
+
+    Attributes:
+        views: by replica id.
+        model: how long steps take; shared, since all replicas run one model.
+        is_routable: bool [rows]; rows without a replica are False.
+        Each name of `_COLUMNS` is an f64 [rows]: see `refresh`.
+    """
+
+    free_slots: Floats
+    free_pages: Floats
+    outstanding: Floats
+    booked_tokens: Floats
+    foreign: Floats
+    page_size: Floats
+    num_pages: Floats
+    used_pages: Floats
+    chunk_tokens: Floats
+    context: Floats
+    decodes: Floats
+    pending_tokens: Floats
+    pending_pairs: Floats
+    claimed_tokens: Floats
+    claimed_pairs: Floats
+    loaded_at: Floats
+    slowness: Floats
+    prefill_share: Floats
+
+    def __init__(self, *, max_waiting_per_replica: int, model: StepModel | None = None) -> None:
+        self.views: dict[str, ReplicaView] = {}
+        self.model = model or StepModel()
+        self._max_waiting = max_waiting_per_replica
+        self._view_of: list[ReplicaView | None] = []
+        self._free_rows: list[int] = []
+        self._table: Floats = np.zeros((len(_COLUMNS), 0))
+        self.is_routable: Bools = np.zeros(0, np.bool_)
+        self._grow(8)
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the arrays; at least the number of replicas."""
+        return len(self._view_of)
+
+    def add(self, replica_id: str) -> ReplicaView:
+        """Return the replica's view, made when it is new."""
+        view = self.views.get(replica_id)
+        if view is None:
+            if not self._free_rows:
+                self._grow(2 * self.num_rows)
+            view = ReplicaView(replica_id, self._free_rows.pop())
+            self.views[replica_id] = view
+            self._view_of[view.row] = view
+            self.refresh(view)
+        return view
+
+    def remove(self, view: ReplicaView) -> None:
+        """Forget a replica; its row is used again."""
+        del self.views[view.replica_id]
+        self._view_of[view.row] = None
+        self.is_routable[view.row] = False
+        self._free_rows.append(view.row)
+
+    def view_of(self, row: int) -> ReplicaView:
+        """Return the view of a row that has one."""
+        view = self._view_of[row]
+        assert view is not None, row
+        return view
+
+    def update(self, view: ReplicaView, load: ReplicaLoad, sequence: int, now: float) -> None:
+        """Take a replica's load, and learn from the steps that it has made."""
+        before = view.load
+        ratio = self.model.observe(before, load) if before.num_steps else None
+        if ratio is not None:
+            ratio = min(max(ratio, 0.1), 10.0)
+            view.slowness *= math.exp(SLOWNESS_WEIGHT * math.log(ratio / view.slowness))
+            costs = self.model.costs
+            prefill_s = costs.token * (load.num_prefill_tokens - before.num_prefill_tokens)
+            prefill_s += costs.pair * (load.num_prefill_pairs - before.num_prefill_pairs)
+            elapsed = max(now - view.loaded_at, 1e-3)
+            weight = 1 - math.exp(-elapsed / PREFILL_SHARE_S)
+            share = min(1.0, prefill_s / elapsed)
+            view.prefill_share += weight * (share - view.prefill_share)
+        view.update(load, sequence, now)
+        self.refresh(view)
+
+    def refresh(self, view: ReplicaView) -> None:
+        """Write a view that has changed into its row."""
+        load = view.load
+        self.is_routable[view.row] = view.is_routable
+        self._table[:, view.row] = (
+            view.free_slots(max_waiting=self._max_waiting),
+            view.num_creditable_pages if view.num_outstanding else math.inf,
+            view.num_outstanding,
+            view.num_booked_tokens,
+            view.num_foreign,
+            load.page_size,
+            max(1, load.num_pages),
+            load.num_pages - view.num_creditable_pages,
+            load.max_chunk_tokens or math.inf,
+            load.num_decode_context_tokens,
+            load.num_decodes,
+            load.num_pending_prefill_tokens + load.num_waiting_tokens,
+            load.num_pending_pairs,
+            view.num_claimed_tokens,
+            view.num_claimed_pairs,
+            view.loaded_at,
+            view.slowness,
+            view.prefill_share,
+        )
+
+    def has_pages_for(self, num_prompt_tokens: int) -> Bools:
+        """Which rows have pages for a prompt, see `ReplicaView.has_pages_for`."""
+        page_size = self.page_size
+        needed = np.floor(num_prompt_tokens / np.maximum(page_size, 1)) + 1
+        return np.where(page_size > 0, needed, 0) <= self.free_pages
+
+    def routable(self) -> Iterator[ReplicaView]:
+        """Yield the replicas that take requests."""
+        return (view for view in self.views.values() if view.is_routable)
+
+    def _grow(self, num_rows: int) -> None:
+        old = self.num_rows
+        self._view_of += [None] * (num_rows - old)
+        self._free_rows += range(num_rows - 1, old - 1, -1)
+        table = np.ones((len(_COLUMNS), num_rows))  # no division by a row without a replica fails
+        table[:, :old] = self._table
+        self._table = table
+        for name, column in zip(_COLUMNS, table, strict=True):
+            setattr(self, name, column)
+        self.is_routable = np.concatenate([self.is_routable, np.zeros(num_rows - old, np.bool_)])
