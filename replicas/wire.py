@@ -60,6 +60,22 @@ class SinkAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingHints:
+    """What a caller wants, for the router only.
+
+    Attributes:
+        tenant: whose request it is; tenants that wait share the service equally. Never a key.
+        ttft_target_s: a first token after so many seconds is too late, or None: the request may
+            then be refused at once.
+        tpot_target_s: wanted seconds per token after it, or None.
+    """
+
+    tenant: str = ""
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One sequence to generate.
 
@@ -76,6 +92,8 @@ class GenerateRequest:
         cache_salt: prefix-cache pages are shared only between requests with equal salt.
         excluded_replicas: replica ids that must not run it.
         traceparent: W3C trace context, or None.
+        hints: what the router should know of it.
+        page_keys: of the prompt's full pages, see page_keys.py; the router fills them in.
     """
 
     request_id: str
@@ -88,6 +106,8 @@ class GenerateRequest:
     cache_salt: str = ""
     excluded_replicas: tuple[str, ...] = ()
     traceparent: str | None = None
+    hints: RoutingHints = RoutingHints()
+    page_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,12 +272,14 @@ class ReplicaReport:
         sequence: number of the latest load event; the next one carries one more.
         load: what the replica is doing.
         model_info: what it serves.
+        cached_pages: keys of the pages in its prefix cache, the newest if there are very many.
     """
 
     replica_id: str
     sequence: int
     load: ReplicaLoad
     model_info: ModelInfo
+    cached_pages: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -286,6 +286,11 @@ class RouterCore:
         return len(self._index)
 
     @property
+    def page_size(self) -> int:
+        """Tokens of a page, as a replica reported it; 0 before the first."""
+        return next((view.load.page_size for view in self._fleet.routable()), 0)
+
+    @property
     def fleet(self) -> Fleet:
         """The replicas, to be read only."""
         return self._fleet
@@ -352,7 +357,9 @@ class RouterCore:
         if self._queue.is_full_for(event.num_prompt_tokens):
             actions.append(Fail(request_id, self._overloaded(event.num_prompt_tokens, now)))
             return
-        can_start_at_once = not len(self._queue) and self._send(request, self._ready(), now, actions)
+        can_start_at_once = not len(self._queue) and self._send(
+            request, self._ready(), now, actions
+        )
         if not can_start_at_once:
             self._enqueue(request, now, actions)
 

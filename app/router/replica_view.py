@@ -136,8 +136,8 @@ class ReplicaView:
 
         An idle replica takes anything: what does not fit even then, the engine refuses.
         """
-        return (
-            not self.num_outstanding or self.num_creditable_pages >= self.pages_of(num_prompt_tokens)
+        return not self.num_outstanding or self.num_creditable_pages >= self.pages_of(
+            num_prompt_tokens
         )
 
     def pages_of(self, num_tokens: int) -> int:

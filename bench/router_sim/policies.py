@@ -73,9 +73,7 @@ class Dynamo:
         credit = on_device / block
         if question.device_tokens is not None:
             on_device = np.minimum(question.device_tokens, question.held_tokens)
-            credit = (
-                on_device + DYNAMO_HOST_WEIGHT * (question.held_tokens - on_device)
-            ) / block
+            credit = (on_device + DYNAMO_HOST_WEIGHT * (question.held_tokens - on_device)) / block
         prefill = (active + question.num_prompt_tokens) / block - credit
         return Answer(cost=np.maximum(prefill, 0) + fleet.context / block)
 

@@ -262,7 +262,12 @@ class Simulation:
                     else:
                         record.error = error.code or error.type
                 case Resubscribe(replica_id):
-                    self._at(self._now + self._delay(self._scenario.rpc_s), self._report, replica_id, core)
+                    self._at(
+                        self._now + self._delay(self._scenario.rpc_s),
+                        self._report,
+                        replica_id,
+                        core,
+                    )
         due_at = core.next_wakeup()
         if due_at < math.inf:
             self._at(max(due_at, self._now), self._wake_router, core, due_at)
@@ -357,7 +362,9 @@ class Simulation:
         replica.is_alive = False
         replica.engine.lose()
         for core in self._routers:
-            self._at(self._now + self._scenario.detect_s, self._feed, core, ReplicaRemoved(replica_id))
+            self._at(
+                self._now + self._scenario.detect_s, self._feed, core, ReplicaRemoved(replica_id)
+            )
         self._at(self._now + self._scenario.hardware.start_s, self._start_replica)
 
 

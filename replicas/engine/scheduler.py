@@ -13,6 +13,7 @@ import bisect
 import heapq
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from replicas.engine.buckets import MIN_ROWS
 from replicas.engine.page_allocator import PageAllocator
@@ -63,6 +64,16 @@ class StepPlan:
     scheduled: tuple[ScheduledSequence, ...]
     num_tokens: int
     num_drafts: int = 0
+
+
+class PendingWork(NamedTuple):
+    """What the scheduler still has to do; fields as in `replicas.wire.ReplicaLoad`."""
+
+    num_prefill_tokens: int
+    num_waiting_tokens: int
+    num_pairs: int
+    num_decodes: int
+    num_context_tokens: int
 
 
 class PrefillBudget:
@@ -144,6 +155,7 @@ class Scheduler:
         self._max_drafts = max_drafts
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
         self._num_waiting = 0
+        self._waiting_tokens: dict[Sequence, int] = {}
         self._running: list[Sequence] = []
         self._free_slots = list(range(max_num_seqs))
 
@@ -162,10 +174,30 @@ class Scheduler:
         """Sequences with a slot, oldest first."""
         return tuple(self._running)
 
+    def pending_work(self) -> PendingWork:
+        """Count what running and waiting sequences are and will be; linear in their number."""
+        prefill = pairs = num_decodes = context = 0
+        for sequence in self._running:
+            if sequence.is_decode:
+                num_decodes += 1
+                context += sequence.num_tokens
+            else:
+                left = sequence.num_uncomputed_tokens
+                prefill += left
+                pairs += left * (sequence.num_tokens + sequence.num_computed_tokens) // 2
+        waiting = self._waiting_tokens.values()
+        return PendingWork(
+            num_prefill_tokens=prefill,
+            num_waiting_tokens=sum(waiting),
+            num_pairs=pairs + sum(count * count // 2 for count in waiting),
+            num_decodes=num_decodes,
+            num_context_tokens=context,
+        )
+
     @property
-    def num_pending_prefill_tokens(self) -> int:
-        """Prompt tokens of running sequences that are still to be computed."""
-        return sum(s.num_uncomputed_tokens for s in self._running if not s.is_decode)
+    def max_mixed_tokens(self) -> int:
+        """Most tokens in a step with decode rows."""
+        return self._max_mixed_tokens
 
     @property
     def has_work(self) -> bool:
@@ -176,6 +208,7 @@ class Scheduler:
         """Queue a sequence, new or preempted."""
         heapq.heappush(self._waiting, (sequence.order, sequence))
         self._num_waiting += 1
+        self._waiting_tokens[sequence] = sequence.num_tokens
 
     def finish(self, sequence: Sequence) -> None:
         """Take a waiting or running sequence out; its full pages stay findable.
@@ -188,6 +221,7 @@ class Scheduler:
         elif sequence.status is SequenceStatus.WAITING:
             sequence.status = SequenceStatus.FINISHED
             self._num_waiting -= 1
+            del self._waiting_tokens[sequence]
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step and advance the counts of what it contains.
@@ -264,6 +298,7 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             self._num_waiting -= 1
+            del self._waiting_tokens[sequence]
             rows.append(self._take(sequence, budget.take(sequence)))
 
     def _peek_waiting(self) -> Sequence | None:
@@ -373,4 +408,5 @@ class Scheduler:
             assert len(sequence.page_ids) * self.page_size >= num_computed
         waiting = [s for _, s in self._waiting if s.status is SequenceStatus.WAITING]
         assert len(waiting) == self._num_waiting
+        assert set(waiting) == set(self._waiting_tokens)
         self.allocator.check_integrity()
