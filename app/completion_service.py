@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.choice import Choice
+from app.demands import Demands
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.openai_response import (
@@ -43,7 +44,9 @@ from replicas.errors import (
     ModelNotFound,
     ServingError,
 )
-from replicas.wire import ModelInfo, SamplingParams, ServiceStatus, TokenDelta
+from replicas.wire import ModelInfo, RoutingHints, SamplingParams, ServiceStatus, TokenDelta
+
+NO_HINTS = RoutingHints()
 
 
 class TokenClient(Protocol):
@@ -59,6 +62,7 @@ class TokenClient(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         traceparent: str | None = None,
+        hints: RoutingHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta]:
         """Stream the tokens of one sequence; closing it aborts the sequence."""
         ...
@@ -94,6 +98,7 @@ class Generation:
         choices: one per prompt and n, in the order of the response.
         arrived_s: `time.perf_counter()` when the request arrived.
         traceparent: W3C trace context of the request, or None.
+        demands: how soon and how fast the client wants it.
     """
 
     header: ResponseHeader
@@ -101,6 +106,7 @@ class Generation:
     choices: Sequence[Choice]
     arrived_s: float
     traceparent: str | None = None
+    demands: Demands = Demands()
 
     def usage(self) -> Usage:
         """Return the tokens of all choices so far."""
@@ -254,9 +260,11 @@ class CompletionService:
             choice.prompt_token_ids,
             choice.sampling,
             request_id=choice.request_id,
-            timeout_s=self._config.request_timeout_s,
+            timeout_s=generation.demands.within(self._config.request_timeout_s),
+            priority=generation.demands.priority,
             cache_salt=generation.params.cache_salt,
             traceparent=generation.traceparent,
+            hints=generation.demands.hints,
         )
         last_s: float | None = None
         async with contextlib.aclosing(deltas):

@@ -32,6 +32,7 @@ from app.asgi import (
 )
 from app.choice import Choice
 from app.completion_service import CompletionService, Generation, TokenClient
+from app.demands import read_demands
 from app.errors import MethodNotAllowed, PathNotFound
 from app.ingress_config import IngressConfig
 from app.metrics import CONTENT_TYPE, IngressMetrics
@@ -120,10 +121,12 @@ class _CompletionEndpoint:
     async def _answer(self, request: Request, send: Send) -> int:
         """Write the whole answer; return its status."""
         try:
+            demands = read_demands(request.headers)
             body = await read_body(request, max_bytes=self._config.max_body_bytes)
             async with cancel_on_disconnect(request.receive):
                 generation = await self._plan(parse_json(body))
                 generation.traceparent = request.headers.get("traceparent")
+                generation.demands = demands
                 if generation.params.stream:
                     return await self._stream(generation, send, request.state.request_id)
                 outputs = await self._service.collect(generation)

@@ -16,12 +16,14 @@ from replicas.wire import (
     GenerateResult,
     ModelInfo,
     ReplicaLoad,
+    RoutingHints,
     SamplingParams,
     ServiceStatus,
     TokenDelta,
 )
 
 EOS = 1
+NO_HINTS = RoutingHints()
 
 
 @dataclass(kw_only=True)
@@ -34,6 +36,8 @@ class Call:
     timeout_s: float | None
     cache_salt: str
     traceparent: str | None
+    priority: int
+    hints: RoutingHints
 
 
 class FakeClient:
@@ -102,6 +106,7 @@ class FakeClient:
         priority: int = 0,
         cache_salt: str = "",
         traceparent: str | None = None,
+        hints: RoutingHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta]:
         assert request_id is not None
         assert request_id not in self.running
@@ -114,6 +119,8 @@ class FakeClient:
                 timeout_s=timeout_s,
                 cache_salt=cache_salt,
                 traceparent=traceparent,
+                priority=priority,
+                hints=hints,
             )
         )
         self.running.add(request_id)

@@ -35,6 +35,7 @@ from replicas.errors import (
 from replicas.wire import CacheChange, ReplicaLoad
 
 NOT_READY_RETRY_AFTER_S = 5.0
+NO_CHANGE = CacheChange()
 
 TIE_SHARE = 0.02
 TIE_S = 1e-3
@@ -170,7 +171,7 @@ class LoadChanged:
     replica_id: str
     sequence: int
     load: ReplicaLoad
-    cache: CacheChange = CacheChange()
+    cache: CacheChange = NO_CHANGE
     tier: CacheChange | None = None
 
 

@@ -7,6 +7,7 @@ linear, so a report may sum over any number of steps. Invariant: no coefficient 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,11 +17,13 @@ from replicas.wire import ReplicaLoad
 
 FORGETTING = 0.998
 """Weight that a report loses with each one after it: about the last 500 count."""
-PRIOR_WEIGHT = 0.02
+PRIOR_WEIGHT = 1e-4
+RIDGE = 1e-7
+"""What is left of the prior for good: it decides between kinds of work that always came together."""
 REFIT_EVERY = 32
 FIRST_REFITS = 64
 """So many reports are each followed by a fit."""
-MIN_SCALE = 0.02
+MIN_SCALE = 0.1
 MIN_BUSY_S = 1e-4
 
 
@@ -86,9 +89,9 @@ class StepModel:
         if work.min() < 0 or predicted <= 0:
             return None
         row = work * self._prior / seconds
-        error = abs(predicted / seconds - 1)
+        error = abs(math.log(predicted / seconds))
         weight = min(1.0, 2 * self._scale / error) if error > 0 else 1.0
-        self._scale += 0.02 * (min(error, 4 * self._scale) - self._scale)
+        self._scale += 0.01 * (min(error, 4 * self._scale) - self._scale)
         self._scale = max(self._scale, MIN_SCALE)
         self._normal *= FORGETTING
         self._target *= FORGETTING
@@ -101,8 +104,7 @@ class StepModel:
 
     def _refit(self) -> None:
         """Solve for the coefficients in units of the prior; negative ones become 0."""
-        ridge = PRIOR_WEIGHT * np.eye(4) * 0.1
-        normal, target = self._normal + ridge, self._target + ridge.diagonal()
+        normal, target = self._normal + RIDGE * np.eye(4), self._target + RIDGE
         factors: npt.NDArray[np.float64] = np.zeros(4)
         active = [0, 1, 2, 3]
         while active:

@@ -109,7 +109,7 @@ class PageCache:
     def check(self) -> None:
         """Assert the invariant."""
         used = self.num_private + len(self._refs) + len(self._cached)
-        assert 0 <= self.num_private
+        assert self.num_private >= 0
         assert used <= self.num_pages
         assert not self._refs.keys() & self._cached.keys()
 

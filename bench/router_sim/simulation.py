@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from app.router.core import (
@@ -43,16 +43,15 @@ class Scenario:
         num_replicas: at the start.
         num_routers: requests are spread over them at random.
         hardware: of every replica.
-        ttft_target_s, tpot_target_s: what the client wants; told to the router when `are_targets_told`.
+        ttft_target_s, tpot_target_s: what the client wants.
         are_targets_told: whether requests carry their targets: the router may then refuse them.
-        max_tokens_known: whether `max_tokens` is the true output length; else `typical_output`.
+        typical_output: what requests give as their `max_tokens`; nobody knows the true length.
         rpc_s: mean of a call's delay, one way; each is drawn in [0.5, 1.5] of it.
         event_interval_s: least time between two events of a replica.
         event_delay_s: an event's way.
         event_loss: share of events that are lost.
         deaths: (time, replica) when a replica dies; another starts at once.
         detect_s: until the routers know of a death.
-        slow: speed factors of single replicas, by number: 2 takes twice as long.
         seed: of delays, losses and ties.
     """
 
@@ -209,12 +208,12 @@ class Simulation:
     def _delay(self, mean_s: float) -> float:
         return mean_s * (0.5 + self._rng.random())
 
-    def _arrive_next(self, arrivals: "itertools.chain[Record] | object") -> None:
-        record = next(arrivals, None)  # type: ignore[call-overload]
+    def _arrive_next(self, arrivals: Iterator[Record]) -> None:
+        record = next(arrivals, None)
         if record is not None:
             self._at(record.request.arrived_at, self._arrive, record, arrivals)
 
-    def _arrive(self, record: Record, arrivals: object) -> None:
+    def _arrive(self, record: Record, arrivals: Iterator[Record]) -> None:
         self._arrive_next(arrivals)
         self._submit(record, frozenset())
 
