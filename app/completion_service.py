@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.choice import Choice
-from app.demands import Demands
+from app.demands import NO_DEMANDS, NO_HINTS, Demands
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.openai_response import (
@@ -45,8 +45,6 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.wire import ModelInfo, RoutingHints, SamplingParams, ServiceStatus, TokenDelta
-
-NO_HINTS = RoutingHints()
 
 
 class TokenClient(Protocol):
@@ -106,7 +104,7 @@ class Generation:
     choices: Sequence[Choice]
     arrived_s: float
     traceparent: str | None = None
-    demands: Demands = Demands()
+    demands: Demands = NO_DEMANDS
 
     def usage(self) -> Usage:
         """Return the tokens of all choices so far."""

@@ -16,6 +16,7 @@ from replicas.wire import RoutingHints
 
 MAX_PRIORITY = 100
 TENANT_DIGITS = 16
+NO_HINTS = RoutingHints()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,7 @@ class Demands:
         priority: lower runs earlier; from 0, so that a client can only step back.
     """
 
-    hints: RoutingHints = RoutingHints()
+    hints: RoutingHints = NO_HINTS
     timeout_s: float | None = None
     priority: int = 0
 
@@ -37,6 +38,9 @@ class Demands:
         if self.timeout_s is None or limit_s is None:
             return self.timeout_s if limit_s is None else limit_s
         return min(self.timeout_s, limit_s)
+
+
+NO_DEMANDS = Demands()
 
 
 def read_demands(headers: Mapping[str, str]) -> Demands:

@@ -159,6 +159,7 @@ class RouterDeployment:
     ) -> GenerateResult | ServingError:
         request_id = request.request_id
         call = _Call()
+        num_output_tokens: int | None = None
         self._calls[request_id] = call
         try:
             self._feed(
@@ -181,10 +182,13 @@ class RouterDeployment:
             if deadline is not None:
                 timeout_s = max(0.0, deadline - self._loop.time())
                 request = dataclasses.replace(request, timeout_s=timeout_s)
-            return await self._send(call, request, target, excluded)
+            answer = await self._send(call, request, target, excluded)
+            if isinstance(answer, GenerateResult):
+                num_output_tokens = answer.num_output_tokens
+            return answer
         finally:
             del self._calls[request_id]
-            self._feed(RequestEnded(request_id))
+            self._feed(RequestEnded(request_id, num_output_tokens))
 
     async def _send(
         self, call: _Call, request: GenerateRequest, target: str, excluded: tuple[str, ...]

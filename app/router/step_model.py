@@ -19,7 +19,7 @@ FORGETTING = 0.998
 """Weight that a report loses with each one after it: about the last 500 count."""
 PRIOR_WEIGHT = 1e-4
 RIDGE = 1e-7
-"""What is left of the prior for good: it decides between kinds of work that always came together."""
+"""What is left of the prior for good: it decides between kinds of work that came together."""
 REFIT_EVERY = 32
 FIRST_REFITS = 64
 """So many reports are each followed by a fit."""
