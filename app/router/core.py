@@ -41,7 +41,7 @@ TIE_SHARE = 0.02
 TIE_S = 1e-3
 """Costs so close to the lowest are equal to it: the prediction is no better."""
 
-REFUSAL_MARGIN = 1.25
+REFUSAL_MARGIN = 1.1
 """A request is refused when its predicted first token is so many times later than wanted."""
 
 
@@ -577,6 +577,7 @@ class RouterCore:
             held_tokens=held,
             device_tokens=device,
             fetch_s_per_token=self._fetch_s_per_token,
+            is_tpot_wanted=request.tpot_target_s is not None,
         )
         return self._policy.rate(fleet, question, now), question
 

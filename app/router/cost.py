@@ -13,8 +13,11 @@ import numpy as np
 
 from app.router.fleet import Bools, Fleet, Floats
 
-STALL_WEIGHT = 0.1
+STALL_WEIGHT = 0.03
 """What a second of delay to a running stream counts against a second of delay to a first token."""
+
+DECODE_WEIGHT = 0.05
+"""What a second of the request's own output counts: of `max_tokens` most are never produced."""
 
 KV_PRESSURE_FROM = 0.9
 KV_PRESSURE_S = 10.0
@@ -33,6 +36,7 @@ class Question:
         held_tokens: f64 [rows], leading prompt tokens that each replica has, in whatever tier.
         device_tokens: f64 [rows], of those, what it need not fetch; None: all.
         fetch_s_per_token: seconds to fetch a token's KV from the replica's host tier.
+        is_tpot_wanted: whether `Answer.tpot_s` will be looked at.
     """
 
     num_prompt_tokens: int
@@ -40,6 +44,7 @@ class Question:
     held_tokens: Floats
     device_tokens: Floats | None = None
     fetch_s_per_token: float = 0.0
+    is_tpot_wanted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +75,12 @@ class Policy(Protocol):
 class PredictedCost:
     """Time to first token, stall of the running streams, pressure on the pages.
 
-    cost = queued + own + fetch + stall + pressure, where
+    cost = queued + own + fetch + stall + decode + pressure, where
     - queued: prompts at the replica, as reported and worked off since, and booked since;
     - own: the request's own uncached prompt;
     - fetch: its pages in the replica's host tier, if that is faster than to compute them;
     - stall: what `own` delays the streams that run there;
+    - decode: its own output, at the pace of the replica's steps;
     - pressure: pages in use near the limit.
     """
 
@@ -82,12 +88,17 @@ class PredictedCost:
         """Return cost and predictions of each row."""
         costs = fleet.model.costs
         length = question.num_prompt_tokens
-        step = costs.step + costs.context * fleet.context
-        per_token = costs.token + step / fleet.chunk_tokens
-        queued = fleet.pending_tokens * per_token + costs.pair * fleet.pending_pairs
-        queued -= now - fleet.loaded_at
+        step = costs.context * fleet.context
+        step += costs.step
+        per_token = step / fleet.chunk_tokens
+        per_token += costs.token
+        queued = fleet.pending_tokens * per_token
+        queued += costs.pair * fleet.pending_pairs
+        queued += fleet.loaded_at
+        queued -= now
         np.maximum(queued, 0, out=queued)
-        queued += fleet.claimed_tokens * per_token + costs.pair * fleet.claimed_pairs
+        queued += fleet.claimed_tokens * per_token
+        queued += costs.pair * fleet.claimed_pairs
         held = np.minimum(question.held_tokens, length - 1)
         own = prefill_s(held, length, per_token, costs.pair)
         if question.device_tokens is not None:
@@ -99,12 +110,20 @@ class PredictedCost:
         own *= slowness
         ttft = queued + own
         ttft += step
-        cost = ttft + STALL_WEIGHT * own * fleet.outstanding
-        used = (fleet.used_pages + length / np.maximum(fleet.page_size, 1)) / fleet.num_pages
-        pressure = (used - KV_PRESSURE_FROM) * (KV_PRESSURE_S / (1 - KV_PRESSURE_FROM))
-        cost += np.maximum(pressure, 0)
-        tpot = (step + costs.token * (fleet.decodes + 1) + costs.context * length) * slowness
-        tpot /= 1 - np.minimum(fleet.prefill_share, MAX_PREFILL_SHARE)
+        cost = own * fleet.outstanding
+        cost *= STALL_WEIGHT
+        cost += ttft
+        cost += (DECODE_WEIGHT * costs.context * question.max_tokens) * fleet.coming_context
+        pressure = length * fleet.share_per_token
+        pressure += fleet.used_share
+        pressure -= KV_PRESSURE_FROM
+        np.maximum(pressure, 0, out=pressure)
+        pressure *= KV_PRESSURE_S / (1 - KV_PRESSURE_FROM)
+        cost += pressure
+        tpot = None
+        if question.is_tpot_wanted:
+            tpot = (step + costs.token * (fleet.decodes + 1) + costs.context * length) * slowness
+            tpot /= 1 - np.minimum(fleet.prefill_share, MAX_PREFILL_SHARE)
         return Answer(cost=cost, queued_s=queued, ttft_s=ttft, tpot_s=tpot)
 
 

@@ -25,15 +25,16 @@ PREFILL_SHARE_S = 10.0
 
 _COLUMNS = (
     "free_slots",
-    "free_pages",
+    "free_tokens",
     "outstanding",
     "booked_tokens",
     "foreign",
     "page_size",
-    "num_pages",
-    "used_pages",
+    "used_share",
+    "share_per_token",
     "chunk_tokens",
     "context",
+    "coming_context",
     "decodes",
     "pending_tokens",
     "pending_pairs",
@@ -56,15 +57,16 @@ class Fleet:
     """
 
     free_slots: Floats
-    free_pages: Floats
+    free_tokens: Floats
     outstanding: Floats
     booked_tokens: Floats
     foreign: Floats
     page_size: Floats
-    num_pages: Floats
-    used_pages: Floats
+    used_share: Floats
+    share_per_token: Floats
     chunk_tokens: Floats
     context: Floats
+    coming_context: Floats
     decodes: Floats
     pending_tokens: Floats
     pending_pairs: Floats
@@ -134,18 +136,23 @@ class Fleet:
     def refresh(self, view: ReplicaView) -> None:
         """Write a view that has changed into its row."""
         load = view.load
+        free, num_pages = view.num_creditable_pages, max(1, load.num_pages)
         self.is_routable[view.row] = view.is_routable
         self._table[:, view.row] = (
             view.free_slots(max_waiting=self._max_waiting),
-            view.num_creditable_pages if view.num_outstanding else math.inf,
+            free * load.page_size if view.num_outstanding and load.page_size else math.inf,
             view.num_outstanding,
             view.num_booked_tokens,
             view.num_foreign,
             load.page_size,
-            max(1, load.num_pages),
-            load.num_pages - view.num_creditable_pages,
+            1 - free / num_pages,
+            1 / (max(1, load.page_size) * num_pages),
             load.max_chunk_tokens or math.inf,
             load.num_decode_context_tokens,
+            load.num_decode_context_tokens
+            + load.num_pending_prefill_tokens
+            + load.num_waiting_tokens
+            + view.num_claimed_tokens,
             load.num_decodes,
             load.num_pending_prefill_tokens + load.num_waiting_tokens,
             load.num_pending_pairs,
@@ -158,9 +165,7 @@ class Fleet:
 
     def has_pages_for(self, num_prompt_tokens: int) -> Bools:
         """Which rows have pages for a prompt, see `ReplicaView.has_pages_for`."""
-        page_size = self.page_size
-        needed = np.floor(num_prompt_tokens / np.maximum(page_size, 1)) + 1
-        return np.where(page_size > 0, needed, 0) <= self.free_pages
+        return self.free_tokens > num_prompt_tokens  # n // p + 1 <= free, in integers
 
     def routable(self) -> Iterator[ReplicaView]:
         """Yield the replicas that take requests."""

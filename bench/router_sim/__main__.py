@@ -1,4 +1,4 @@
-"""Compare routing policies on replayed traces: `python -m bench.router_sim [compare|capacity]`.
+"""Compare routing policies on traces: `python -m bench.router_sim [compare|capacity|decision]`.
 
 Writes JSON to bench/results and prints a table. Everything is simulated but the CPU times.
 """
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import format_table, result_path, stamp, write_json
+from bench.router_sim import decision
 from bench.router_sim.experiment import TIERS, TOLD, Experiment, capacity, repeat
 from bench.router_sim.policies import POLICIES
 from bench.router_sim.traces import NAMES
 
+SIZES = (2, 16, 256, 1024, 4096)
 COLUMNS = (
     "good_5s_100ms",
     "good_2s_50ms",
@@ -34,6 +36,12 @@ COLUMNS = (
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parse(arguments)
+    if options.command == "decision":
+        rows = [decision.measure(num_replicas=count, num_decisions=2000) for count in SIZES]
+        print(format_table(rows))
+        path = options.out or result_path("router_decision")
+        write_json(path, {"stamp": stamp(), "command": options.command, "results": rows})
+        return
     rows: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     seeds = range(1, options.seeds + 1)
@@ -82,7 +90,9 @@ def _row(result: dict[str, Any]) -> dict[str, str]:
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.router_sim", description=__doc__)
     names = [*POLICIES, *(name + TOLD for name in POLICIES)]
-    parser.add_argument("command", choices=("compare", "capacity"), nargs="?", default="compare")
+    parser.add_argument(
+        "command", choices=("compare", "capacity", "decision"), nargs="?", default="compare"
+    )
     parser.add_argument("--traces", nargs="+", choices=list(NAMES), default=["conversation"])
     parser.add_argument("--policies", nargs="+", choices=names, default=list(POLICIES))
     parser.add_argument(
