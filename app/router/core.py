@@ -544,10 +544,9 @@ class RouterCore:
 
     def _cheapest(self, answer: Answer, candidates: Bools) -> int:
         """Return the row of the lowest cost, ties at random."""
-        rows = np.flatnonzero(candidates)
-        costs = answer.cost[rows]
-        lowest = costs.min()
-        ties = rows[costs <= lowest + TIE_S + TIE_SHARE * abs(lowest)]
+        costs = np.where(candidates, answer.cost, np.inf)
+        lowest = float(costs.min())
+        ties = np.flatnonzero(costs <= lowest + TIE_S + TIE_SHARE * abs(lowest))
         return int(ties[self._rng.randrange(len(ties))] if len(ties) > 1 else ties[0])
 
     def _book(

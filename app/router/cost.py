@@ -76,7 +76,10 @@ class PredictedCost:
     """Time to first token, stall of the running streams, pressure on the pages.
 
     cost = queued + own + fetch + stall + decode + pressure, where
-    - queued: prompts at the replica, as reported and worked off since, and booked since;
+    - queued: prompts at the replica, as reported and worked off since, and booked since. What other
+      routers have sent since is not seen: as much work as they send in that time is poured over
+      the emptiest replicas, which then look the same, so that routers with the same old view do
+      not all choose the same one (Dahlin, "Interpreting stale load information", 2000);
     - own: the request's own uncached prompt;
     - fetch: its pages in the replica's host tier, if that is faster than to compute them;
     - stall: what `own` delays the streams that run there;
@@ -97,6 +100,9 @@ class PredictedCost:
         queued += fleet.loaded_at
         queued -= now
         np.maximum(queued, 0, out=queued)
+        unseen_s = fleet.unseen_prefill_s(now)
+        if unseen_s > 0:
+            np.maximum(queued, water_level(queued[fleet.is_routable], unseen_s), out=queued)
         queued += fleet.claimed_tokens * per_token
         queued += costs.pair * fleet.claimed_pairs
         held = np.minimum(question.held_tokens, length - 1)
@@ -125,6 +131,15 @@ class PredictedCost:
             tpot = (step + costs.token * (fleet.decodes + 1) + costs.context * length) * slowness
             tpot /= 1 - np.minimum(fleet.prefill_share, MAX_PREFILL_SHARE)
         return Answer(cost=cost, queued_s=queued, ttft_s=ttft, tpot_s=tpot)
+
+
+def water_level(depths: Floats, amount: float) -> float:
+    """Return how high water stands when `amount` is poured over columns of these heights."""
+    heights = np.sort(depths)
+    levels = (np.cumsum(heights) + amount) / np.arange(1, len(heights) + 1)
+    is_below_next = levels[:-1] <= heights[1:]
+    first = int(is_below_next.argmax()) if is_below_next.any() else len(heights) - 1
+    return float(levels[first])
 
 
 def prefill_s(held: Floats, length: int, per_token: Floats, pair_s: float) -> Floats:

@@ -20,6 +20,8 @@ Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
 SLOWNESS_WEIGHT = 0.05
+MIN_FOREIGN_SHARE = 0.25
+"""With fewer requests of others, these are our own that have just ended."""
 PREFILL_SHARE_S = 10.0
 """Window of `ReplicaView.prefill_share`."""
 
@@ -44,6 +46,9 @@ _COLUMNS = (
     "slowness",
     "prefill_share",
 )
+
+EMPTY_ROW = np.array([1.0 if name in ("chunk_tokens", "slowness") else 0.0 for name in _COLUMNS])
+"""Of a row without a replica: counts for nothing, and can be divided by."""
 
 
 class Fleet:
@@ -108,6 +113,7 @@ class Fleet:
         del self.views[view.replica_id]
         self._view_of[view.row] = None
         self.is_routable[view.row] = False
+        self._table[:, view.row] = EMPTY_ROW
         self._free_rows.append(view.row)
 
     def view_of(self, row: int) -> ReplicaView:
@@ -167,6 +173,17 @@ class Fleet:
         """Which rows have pages for a prompt, see `ReplicaView.has_pages_for`."""
         return self.free_tokens > num_prompt_tokens  # n // p + 1 <= free, in integers
 
+    def unseen_prefill_s(self, now: float) -> float:
+        """Estimate the prompts that other routers have sent since the replicas reported, seconds.
+
+        From the share of the requests there that are not ours and the replicas' time on prompts.
+        """
+        foreign, outstanding = float(self.foreign.sum()), float(self.outstanding.sum())
+        if foreign < MIN_FOREIGN_SHARE * outstanding or outstanding == 0:
+            return 0.0
+        age = now - float(self.loaded_at.sum()) / len(self.views)
+        return float(self.prefill_share.sum()) * age * foreign / outstanding
+
     def routable(self) -> Iterator[ReplicaView]:
         """Yield the replicas that take requests."""
         return (view for view in self.views.values() if view.is_routable)
@@ -175,7 +192,7 @@ class Fleet:
         old = self.num_rows
         self._view_of += [None] * (num_rows - old)
         self._free_rows += range(num_rows - 1, old - 1, -1)
-        table = np.ones((len(_COLUMNS), num_rows))  # no division by a row without a replica fails
+        table = np.tile(EMPTY_ROW[:, None], (1, num_rows))
         table[:, :old] = self._table
         self._table = table
         for name, column in zip(_COLUMNS, table, strict=True):
