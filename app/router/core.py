@@ -72,7 +72,7 @@ class RouterConfig:
     discovery_s: float = 3.0
     migration_wait_s: float = 30.0
     max_silent_ticks: int = 10
-    max_backlog_s: float = 1.0
+    max_backlog_s: float = 2.0
     max_indexed_pages: int = DEFAULT_MAX_KEYS
 
     def __post_init__(self) -> None:
@@ -546,7 +546,7 @@ class RouterCore:
         """Return the row of the lowest cost, ties at random."""
         costs = np.where(candidates, answer.cost, np.inf)
         lowest = float(costs.min())
-        ties = np.flatnonzero(costs <= lowest + TIE_S + TIE_SHARE * abs(lowest))
+        ties = np.flatnonzero(costs <= lowest + max(TIE_S, answer.tie_s) + TIE_SHARE * abs(lowest))
         return int(ties[self._rng.randrange(len(ties))] if len(ties) > 1 else ties[0])
 
     def _book(

@@ -13,14 +13,14 @@ import numpy as np
 
 from app.router.fleet import Bools, Fleet, Floats
 
-STALL_WEIGHT = 0.03
+STALL_WEIGHT = 0.02
 """What a second of delay to a running stream counts against a second of delay to a first token."""
 
 DECODE_WEIGHT = 0.05
 """What a second of the request's own output counts: of `max_tokens` most are never produced."""
 
 KV_PRESSURE_FROM = 0.9
-KV_PRESSURE_S = 10.0
+KV_PRESSURE_S = 1.0
 """Cost of filling a replica's pages from `KV_PRESSURE_FROM` to the last: it preempts beyond."""
 
 MAX_PREFILL_SHARE = 0.95
@@ -56,12 +56,14 @@ class Answer:
         queued_s: predicted wait for the prompts that are there; None: the policy predicts nothing.
         ttft_s: predicted time to first token.
         tpot_s: predicted time per output token after it.
+        tie_s: costs this close to the lowest are equal to it: what is not seen differs by more.
     """
 
     cost: Floats
     queued_s: Floats | None = None
     ttft_s: Floats | None = None
     tpot_s: Floats | None = None
+    tie_s: float = 0.0
 
 
 class Policy(Protocol):
@@ -130,7 +132,8 @@ class PredictedCost:
         if question.is_tpot_wanted:
             tpot = (step + costs.token * (fleet.decodes + 1) + costs.context * length) * slowness
             tpot /= 1 - np.minimum(fleet.prefill_share, MAX_PREFILL_SHARE)
-        return Answer(cost=cost, queued_s=queued, ttft_s=ttft, tpot_s=tpot)
+        tie_s = unseen_s / max(1, len(fleet.views))
+        return Answer(cost=cost, queued_s=queued, ttft_s=ttft, tpot_s=tpot, tie_s=tie_s)
 
 
 def water_level(depths: Floats, amount: float) -> float:
