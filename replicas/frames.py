@@ -216,6 +216,8 @@ def unpack_event(frame: Sequence[Any]) -> tuple[int, ReplicaLoad, CacheChange]:
         case [FrameKind.EVENT, int(sequence), dict(load), bytes(stored), bytes(dropped)]:
             cache = CacheChange(_split_keys(stored), _split_keys(dropped))
             return sequence, unpack_load(load), cache
+        case [FrameKind.EVENT, int(sequence), dict(load)]:  # a replica one version behind
+            return sequence, unpack_load(load), CacheChange()
         case _:
             raise FrameError("malformed EVENT frame")
 
@@ -240,7 +242,10 @@ def unpack_report(frame: Sequence[Any], *, replica_id: str) -> ReplicaReport:
         FrameError: malformed.
     """
     match frame:
-        case [FrameKind.REPORT, int(sequence), dict(load), dict(model_info), bytes(pages)]:
+        case [FrameKind.REPORT, int(sequence), dict(load), dict(model_info), *rest]:
+            pages = rest[0] if rest else b""  # none from a replica one version behind
+            if not isinstance(pages, bytes):
+                raise FrameError("malformed page keys in a REPORT frame")
             try:
                 eos_token_ids = tuple(model_info.pop("eos_token_ids"))
                 info = ModelInfo(eos_token_ids=eos_token_ids, **model_info)

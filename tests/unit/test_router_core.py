@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -34,6 +35,7 @@ from app.router.core import (
     Send,
     Ticked,
 )
+from app.router.cost import water_level
 from replicas.errors import DeadlineExceeded, EngineDead, EngineNotReady, Overloaded
 from replicas.wire import CacheChange, ReplicaLoad
 
@@ -559,3 +561,9 @@ def test_time_is_only_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     core.on(arrived("r", deadline=5.0), 0.0)
     core.on(RequestEnded("r"), 1.0)
     core.on(Ticked(), 2.0)
+
+
+def test_what_other_routers_may_have_sent_makes_the_emptiest_replicas_equal() -> None:
+    assert water_level(np.array([0.0, 1.0, 5.0]), 3.0) == pytest.approx(2.0)
+    assert water_level(np.array([4.0, 0.0]), 1.0) == pytest.approx(1.0)
+    assert water_level(np.array([2.0, 2.0]), 6.0) == pytest.approx(5.0)
