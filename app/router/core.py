@@ -473,10 +473,9 @@ class RouterCore:
                 ttft_s = float(answer.ttft_s[best])
                 prefill_s = ttft_s - float(answer.queued_s[best])
                 ttft_s += self._queue.prefill_s / int(routable.sum())
-                late_s = ttft_s - REFUSAL_MARGIN * (request.first_token_by - now)
-                if late_s > 0:
-                    error = _cannot_meet(ttft_s, request.first_token_by - now, late_s)
-                    actions.append(Fail(request.request_id, error))
+                left_s = request.first_token_by - now
+                if ttft_s > REFUSAL_MARGIN * left_s:
+                    actions.append(Fail(request.request_id, _cannot_meet(ttft_s, left_s)))
                     return
                 request = dataclasses.replace(request, prefill_s=prefill_s)
         self._queue.push(request)
@@ -514,21 +513,17 @@ class RouterCore:
         if not candidates.any():
             ready &= ~allowed
             return False
+        is_queued = request.request_id in self._queue
         left_s = request.first_token_by - now
-        if request.request_id in self._queue:
-            if answer.ttft_s is not None and left_s < np.inf:
-                routable = self._allowed(request, self._fleet.is_routable)
-                if answer.ttft_s[routable].min() > REFUSAL_MARGIN * left_s:
+        if left_s < np.inf and answer.ttft_s is not None:
+            best = float(answer.ttft_s[self._allowed(request, self._fleet.is_routable)].min())
+            if best > REFUSAL_MARGIN * left_s:
+                if is_queued:
                     self._queue.remove(request.request_id)
-                    actions.append(Fail(request.request_id, _deadline_exceeded()))
-                    return True
-        else:
-            if answer.ttft_s is not None and left_s < np.inf:
-                best = float(answer.ttft_s[candidates].min())
-                if best > REFUSAL_MARGIN * left_s:
-                    error = _cannot_meet(best, left_s, best - left_s)
-                    actions.append(Fail(request.request_id, error))
-                    return True
+                error = _deadline_exceeded() if is_queued else _cannot_meet(best, left_s)
+                actions.append(Fail(request.request_id, error))
+                return True
+        if not is_queued:
             self._queue.push(request)
         meets = fits(
             answer,
@@ -613,10 +608,10 @@ class RouterCore:
         )
 
 
-def _cannot_meet(ttft_s: float, left_s: float, late_s: float) -> Overloaded:
+def _cannot_meet(ttft_s: float, left_s: float) -> Overloaded:
     return Overloaded(
         f"the first token is predicted in {ttft_s:.1f} s, and wanted within {left_s:.1f} s",
-        retry_after_s=min(max(late_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
+        retry_after_s=min(max(ttft_s - left_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
     )
 
 
