@@ -23,6 +23,7 @@ OUTPUT_WEIGHT = 2.0
 """What an output token counts against a prompt token in a tenant's service (VTC's w_q / w_p)."""
 
 MAX_IDLE_TENANTS = 4096
+"""With more tenants, half of those that do not wait are forgotten: the least served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,12 +211,12 @@ class WaitingQueue:
 
     def _add_tenant(self, name: str) -> _Tenant:
         if len(self._tenants) >= MAX_IDLE_TENANTS:
-            # Those that would start from the virtual time anyway carry no information.
-            self._tenants = {
-                known: tenant
-                for known, tenant in self._tenants.items()
-                if tenant.num_requests or tenant.served > self._virtual_time
-            }
+            idle = [known for known, tenant in self._tenants.items() if not tenant.num_requests]
+            # Who comes back starts from the virtual time: raised to what the dropped ones had been
+            # served, it gives nobody an advantage for being forgotten.
+            idle.sort(key=lambda known: self._tenants[known].served)
+            for known in idle[: len(idle) // 2]:
+                self._virtual_time = max(self._virtual_time, self._tenants.pop(known).served)
         return self._tenants.setdefault(name, _Tenant())
 
 

@@ -346,7 +346,7 @@ def test_a_backlog_keeps_requests_in_the_router_until_it_is_worked_off() -> None
 
 
 def test_queued_work_past_its_target_gets_a_deadline_error() -> None:
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=20_000)
+    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=35_000)
     core = make_core("a", load=busy)
     core.on(arrived("r", ttft_target_s=3.0), 0.0)
     assert core.next_wakeup() == 3.0
