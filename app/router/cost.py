@@ -93,31 +93,21 @@ class PredictedCost:
         """Return cost and predictions of each row."""
         costs = fleet.model.costs
         length = question.num_prompt_tokens
-        step = costs.context * fleet.context
-        step += costs.step
-        per_token = step / fleet.chunk_tokens
-        per_token += costs.token
-        queued = fleet.pending_tokens * per_token
-        queued += costs.pair * fleet.pending_pairs
-        queued += fleet.loaded_at
-        queued -= now
+        token_s, pair_s = fleet.token_s, fleet.pair_s
+        queued = fleet.free_at - now
         np.maximum(queued, 0, out=queued)
         unseen_s = fleet.unseen_prefill_s(now)
         if unseen_s > 0:
             np.maximum(queued, water_level(queued[fleet.is_routable], unseen_s), out=queued)
-        queued += fleet.claimed_tokens * per_token
-        queued += costs.pair * fleet.claimed_pairs
+        queued += fleet.claimed_s
         held = np.minimum(question.held_tokens, length - 1)
-        own = prefill_s(held, length, per_token, costs.pair)
+        own = prefill_s(held, length, token_s, pair_s)
         if question.device_tokens is not None:
             on_device = np.minimum(question.device_tokens, held)
-            fetch = (held - on_device) * question.fetch_s_per_token
-            own = np.minimum(own + fetch, prefill_s(on_device, length, per_token, costs.pair))
-        slowness = fleet.slowness
-        queued *= slowness
-        own *= slowness
+            own += (held - on_device) * question.fetch_s_per_token
+            np.minimum(own, prefill_s(on_device, length, token_s, pair_s), out=own)
         ttft = queued + own
-        ttft += step
+        ttft += fleet.step_s
         cost = own * fleet.outstanding
         cost *= STALL_WEIGHT
         cost += ttft
@@ -130,7 +120,7 @@ class PredictedCost:
         cost += pressure
         tpot = None
         if question.is_tpot_wanted:
-            tpot = (step + costs.token * (fleet.decodes + 1) + costs.context * length) * slowness
+            tpot = fleet.step_s + costs.token * (fleet.decodes + 1) + costs.context * length
             tpot /= 1 - np.minimum(fleet.prefill_share, MAX_PREFILL_SHARE)
         tie_s = unseen_s / max(1, len(fleet.views))
         return Answer(cost=cost, queued_s=queued, ttft_s=ttft, tpot_s=tpot, tie_s=tie_s)
@@ -145,9 +135,14 @@ def water_level(depths: Floats, amount: float) -> float:
     return float(levels[first])
 
 
-def prefill_s(held: Floats, length: int, per_token: Floats, pair_s: float) -> Floats:
+def prefill_s(held: Floats, length: int, token_s: Floats, pair_s: Floats) -> Floats:
     """Return the seconds to compute prompt tokens [held, length)."""
-    return (length - held) * (per_token + (0.5 * pair_s) * (length + held))
+    seconds = held + length
+    seconds *= pair_s
+    seconds *= 0.5
+    seconds += token_s
+    seconds *= length - held
+    return seconds
 
 
 def fits(answer: Answer, *, ttft_s: float | None, tpot_s: float | None) -> Bools | None:

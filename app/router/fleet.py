@@ -45,6 +45,11 @@ _COLUMNS = (
     "loaded_at",
     "slowness",
     "prefill_share",
+    "step_s",
+    "token_s",
+    "pair_s",
+    "free_at",
+    "claimed_s",
 )
 
 EMPTY_ROW = np.array([1.0 if name in ("chunk_tokens", "slowness") else 0.0 for name in _COLUMNS])
@@ -80,6 +85,11 @@ class Fleet:
     loaded_at: Floats
     slowness: Floats
     prefill_share: Floats
+    step_s: Floats
+    token_s: Floats
+    pair_s: Floats
+    free_at: Floats
+    claimed_s: Floats
 
     def __init__(self, *, max_waiting_per_replica: int, model: StepModel | None = None) -> None:
         self.views: dict[str, ReplicaView] = {}
@@ -143,6 +153,14 @@ class Fleet:
         """Write a view that has changed into its row."""
         load = view.load
         free, num_pages = view.num_creditable_pages, max(1, load.num_pages)
+        # Seconds at the model's present costs: a replica reports every second at least, so they
+        # are never much older, and a decision need not work them out for every replica.
+        costs, slowness = self.model.costs, view.slowness
+        step_s = slowness * (costs.step + costs.context * load.num_decode_context_tokens)
+        token_s = slowness * costs.token + step_s / (load.max_chunk_tokens or math.inf)
+        pair_s = slowness * costs.pair
+        pending = load.num_pending_prefill_tokens + load.num_waiting_tokens
+        pending_s = token_s * pending + pair_s * load.num_pending_pairs
         self.is_routable[view.row] = view.is_routable
         self._table[:, view.row] = (
             view.free_slots(max_waiting=self._max_waiting),
@@ -160,13 +178,18 @@ class Fleet:
             + load.num_waiting_tokens
             + view.num_claimed_tokens,
             load.num_decodes,
-            load.num_pending_prefill_tokens + load.num_waiting_tokens,
+            pending,
             load.num_pending_pairs,
             view.num_claimed_tokens,
             view.num_claimed_pairs,
             view.loaded_at,
             view.slowness,
             view.prefill_share,
+            step_s,
+            token_s,
+            pair_s,
+            view.loaded_at + pending_s,
+            token_s * view.num_claimed_tokens + pair_s * view.num_claimed_pairs,
         )
 
     def has_pages_for(self, num_prompt_tokens: int) -> Bools:
