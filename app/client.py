@@ -37,6 +37,7 @@ from replicas.wire import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    RoutingHints,
     SamplingParams,
     ServiceStatus,
     TokenDelta,
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 MAX_MIGRATIONS = 2
 RECONCILE_S = 10.0
 """How long tokens may be missing once the control call has ended, or while a link is down."""
+
+NO_HINTS = RoutingHints()
 
 DEADLINE_GRACE_S = 2.0
 """How long after the deadline the client waits to be told so."""
@@ -110,6 +113,7 @@ class LLMClient:
         priority: int = 0,
         cache_salt: str = "",
         traceparent: str | None = None,
+        hints: RoutingHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta]:
         """Yield the output as it is made, in index order; the last delta has `result`.
 
@@ -124,6 +128,7 @@ class LLMClient:
             priority: lower runs earlier.
             cache_salt: prefix-cache pages are shared only between requests with equal salt.
             traceparent: W3C trace context.
+            hints: whose request it is and how soon its tokens are wanted.
 
         Raises:
             ServingError: the request was refused, or failed.
@@ -152,6 +157,7 @@ class LLMClient:
                 cache_salt=cache_salt,
                 excluded_replicas=excluded,
                 traceparent=traceparent,
+                hints=hints,
             )
             attempt = _Attempt(self, sink, request_id, request, deadline=deadline)
             try:
@@ -189,6 +195,7 @@ class LLMClient:
         priority: int = 0,
         cache_salt: str = "",
         traceparent: str | None = None,
+        hints: RoutingHints = NO_HINTS,
     ) -> Completion:
         """Return the whole output; arguments and errors as in `generate`."""
         token_ids: list[int] = []
@@ -201,6 +208,7 @@ class LLMClient:
             priority=priority,
             cache_salt=cache_salt,
             traceparent=traceparent,
+            hints=hints,
         )
         async with contextlib.aclosing(deltas):
             async for delta in deltas:

@@ -23,6 +23,7 @@ from app.asgi import (
 )
 from app.choice import Choice, Piece
 from app.completion_service import CompletionService, Generation
+from app.demands import read_demands
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.openai_response import DONE
@@ -79,10 +80,12 @@ class CompletionEndpoint:
     async def _answer(self, request: Request, send: Send) -> int:
         """Write the whole answer; return its status."""
         try:
+            demands = read_demands(request.headers)
             body = await read_body(request, max_bytes=self._config.max_body_bytes)
             async with cancel_on_disconnect(request.receive):
                 generation = await self._plan(parse_json(body))
                 generation.traceparent = request.headers.get("traceparent")
+                generation.demands = demands
                 if generation.params.stream:
                     return await self._stream(generation, send, request.state.request_id)
                 outputs = await self._service.collect(generation)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from app.choice import Choice, Piece
+from app.demands import NO_DEMANDS, NO_HINTS, Demands
 from app.generation_config import SamplingDefaults
 from app.ingress_config import IngressConfig
 from app.logprobs import (
@@ -52,7 +53,14 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.frames import LogprobBuffer
-from replicas.wire import MAX_BAD_WORD_TOKENS, ModelInfo, SamplingParams, ServiceStatus, TokenDelta
+from replicas.wire import (
+    MAX_BAD_WORD_TOKENS,
+    ModelInfo,
+    RoutingHints,
+    SamplingParams,
+    ServiceStatus,
+    TokenDelta,
+)
 
 
 class TokenClient(Protocol):
@@ -68,6 +76,7 @@ class TokenClient(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         traceparent: str | None = None,
+        hints: RoutingHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta]:
         """Stream the tokens of one sequence; closing it aborts the sequence."""
         ...
@@ -111,6 +120,7 @@ class Generation:
         names: of tokens in the response.
         echoes: by prompt, its text where it is part of the output.
         traceparent: W3C trace context of the request, or None.
+        demands: how soon and how fast the client wants it.
     """
 
     header: ResponseHeader
@@ -120,6 +130,7 @@ class Generation:
     names: TokenNames
     echoes: Sequence[str] = ()
     traceparent: str | None = None
+    demands: Demands = NO_DEMANDS
 
     @property
     def wants_logprobs(self) -> bool:
@@ -312,9 +323,11 @@ class CompletionService:
             choice.prompt_token_ids,
             choice.sampling,
             request_id=choice.request_id,
-            timeout_s=self._config.request_timeout_s,
+            timeout_s=generation.demands.within(self._config.request_timeout_s),
+            priority=generation.demands.priority,
             cache_salt=generation.params.cache_salt,
             traceparent=generation.traceparent,
+            hints=generation.demands.hints,
         )
         last_s: float | None = None
         async with contextlib.aclosing(deltas):

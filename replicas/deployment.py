@@ -239,7 +239,7 @@ class EngineDeployment:
         # The transports write at the end of this turn of the loop.
         self._loop.call_soon(self._sent.set)
         if self._events is not None:
-            self._events.on_step(events.load)
+            self._events.on_step(events.load, events.cache)
 
     def _abort(self, request_id: str) -> None:
         if self._engine is not None:

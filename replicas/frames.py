@@ -26,7 +26,9 @@ from typing import Any
 
 import msgpack
 
+from replicas.page_keys import KEY_BYTES
 from replicas.wire import (
+    CacheChange,
     FinishReason,
     GenerateResult,
     ModelInfo,
@@ -39,6 +41,8 @@ PROTOCOL_VERSION = 2
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 4 << 20
 """A frame's body. A step of 1,024 requests takes 60 KB, a resent output of 128k tokens 0.7 MB."""
+MAX_REPORTED_PAGES = 200_000
+"""Page keys in a report, 3.2 MB."""
 MAX_HANDSHAKE_FRAME_BYTES = 1 << 10
 """A frame's body before the peer has proved that it holds the key."""
 NONCE_BYTES = 32
@@ -270,10 +274,39 @@ def unpack_load(fields: Mapping[str, Any]) -> ReplicaLoad:
         raise FrameError(f"malformed load: {error}") from error
 
 
+def pack_event(sequence: int, load: ReplicaLoad, cache: CacheChange) -> bytes:
+    """Encode an EVENT frame."""
+    stored, dropped = b"".join(cache.stored), b"".join(cache.dropped)
+    return pack_frame(FrameKind.EVENT, sequence, pack_load(load), stored, dropped)
+
+
+def unpack_event(frame: Sequence[Any]) -> tuple[int, ReplicaLoad, CacheChange]:
+    """Undo `pack_event`.
+
+    Raises:
+        FrameError: malformed.
+    """
+    match frame:
+        case [FrameKind.EVENT, int(sequence), dict(load), bytes(stored), bytes(dropped)]:
+            cache = CacheChange(_split_keys(stored), _split_keys(dropped))
+            return sequence, unpack_load(load), cache
+        case [FrameKind.EVENT, int(sequence), dict(load)]:  # a replica one version behind
+            return sequence, unpack_load(load), CacheChange()
+        case _:
+            raise FrameError("malformed EVENT frame")
+
+
+def _split_keys(joined: bytes) -> tuple[bytes, ...]:
+    if len(joined) % KEY_BYTES:
+        raise FrameError(f"{len(joined)} bytes are no whole number of page keys")
+    return tuple(joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES))
+
+
 def pack_report(report: ReplicaReport) -> bytes:
     """Encode a REPORT frame; the replica's id is known from the link."""
     model_info = dataclasses.asdict(report.model_info)
-    return pack_frame(FrameKind.REPORT, report.sequence, pack_load(report.load), model_info)
+    pages = b"".join(report.cached_pages[-MAX_REPORTED_PAGES:])
+    return pack_frame(FrameKind.REPORT, report.sequence, pack_load(report.load), model_info, pages)
 
 
 def unpack_report(frame: Sequence[Any], *, replica_id: str) -> ReplicaReport:
@@ -283,14 +316,21 @@ def unpack_report(frame: Sequence[Any], *, replica_id: str) -> ReplicaReport:
         FrameError: malformed.
     """
     match frame:
-        case [FrameKind.REPORT, int(sequence), dict(load), dict(model_info)]:
+        case [FrameKind.REPORT, int(sequence), dict(load), dict(model_info), *rest]:
+            pages = rest[0] if rest else b""  # none from a replica one version behind
+            if not isinstance(pages, bytes):
+                raise FrameError("malformed page keys in a REPORT frame")
             try:
                 eos_token_ids = tuple(model_info.pop("eos_token_ids"))
                 info = ModelInfo(eos_token_ids=eos_token_ids, **model_info)
             except (KeyError, TypeError) as error:
                 raise FrameError(f"malformed model info: {error}") from error
             return ReplicaReport(
-                replica_id=replica_id, sequence=sequence, load=unpack_load(load), model_info=info
+                replica_id=replica_id,
+                sequence=sequence,
+                load=unpack_load(load),
+                model_info=info,
+                cached_pages=_split_keys(pages),
             )
         case _:
             raise FrameError("malformed REPORT frame")

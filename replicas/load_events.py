@@ -1,5 +1,7 @@
 """What a replica tells the routers: its load, whenever it changes, over links they asked for.
 
+With it goes what became of the pages of its prefix cache.
+
 A subscription is a lease: a router renews it every second through Serve, which reaches only the
 replicas that Serve routes to. A replica that Serve is draining therefore lets its leases lapse and
 closes the links, and the routers stop sending to it. Each connection begins with a report; its
@@ -13,16 +15,20 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from replicas.frames import FrameError, FrameKind, pack_frame, pack_load, pack_report
+from replicas.frames import FrameError, pack_event, pack_report
 from replicas.sink_link import SinkLink
-from replicas.wire import ModelInfo, ReplicaLoad, ReplicaReport, SinkAddress
+from replicas.wire import CacheChange, ModelInfo, ReplicaLoad, ReplicaReport, SinkAddress
 
 LEASE_S = 3.0
 MIN_INTERVAL_S = 0.02
 MAX_INTERVAL_S = 1.0
 PAGE_NEWS_DIVISOR = 64
 """A change of more than one page in so many is sent at once; less waits for the next event."""
-MAX_BUFFERED_BYTES = 1 << 16
+MAX_BUFFERED_BYTES = 8 << 20
+"""Room for a report of every cached page, and the events after it."""
+NO_CHANGE = CacheChange()
+MAX_PENDING_KEYS = 1 << 14
+"""Changed pages that wait for the next event; with more it is sent at once."""
 
 
 class _Subscriber:
@@ -58,6 +64,8 @@ class LoadEvents:
         self._lease_s = lease_s
         self._sequence = 0
         self._sent_load = ReplicaLoad()
+        self._cached: dict[bytes, None] = {}
+        self._changed: dict[bytes, bool] = {}
         self._sent_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._due_at = 0.0
@@ -77,11 +85,17 @@ class LoadEvents:
         subscriber.expires_at = loop.time() + self._lease_s
         if self._timer is None:
             self._sent_load, self._sent_at = self._read_load(), loop.time()
+            self._changed.clear()  # the report will say it
             self._arm(MAX_INTERVAL_S)
 
-    def on_step(self, load: ReplicaLoad) -> None:
-        """Note that the load may have changed; send it now, or as soon as the last is 20 ms old."""
-        if self._timer is None or not _is_news(self._sent_load, load):
+    def on_step(self, load: ReplicaLoad, cache: CacheChange = NO_CHANGE) -> None:
+        """Note that the load may have changed; send it now, or as soon as the last is 20 ms old.
+
+        A page that was stored or dropped goes with the next event, but is no news by itself.
+        """
+        self._note(cache)
+        has_news = len(self._changed) > MAX_PENDING_KEYS or _is_news(self._sent_load, load)
+        if self._timer is None or not has_news:
             return
         loop = asyncio.get_running_loop()
         due_at = self._sent_at + MIN_INTERVAL_S
@@ -111,7 +125,10 @@ class LoadEvents:
         now = asyncio.get_running_loop().time()
         self._sent_load, self._sent_at = self._read_load(), now
         self._sequence += 1
-        frame = pack_frame(FrameKind.EVENT, self._sequence, pack_load(self._sent_load))
+        stored = tuple(key for key, is_held in self._changed.items() if is_held)
+        dropped = tuple(key for key, is_held in self._changed.items() if not is_held)
+        self._changed.clear()
+        frame = pack_event(self._sequence, self._sent_load, CacheChange(stored, dropped))
         for sink_id, subscriber in tuple(self._subscribers.items()):
             if now > subscriber.expires_at:
                 del self._subscribers[sink_id]
@@ -124,6 +141,15 @@ class LoadEvents:
             assert self._timer is not None
             self._timer.cancel()
             self._timer = None
+
+    def _note(self, cache: CacheChange) -> None:
+        for key in cache.stored:
+            self._cached[key] = None
+        for key in cache.dropped:
+            self._cached.pop(key, None)
+        if self._timer is not None:
+            self._changed.update(dict.fromkeys(cache.stored, True))
+            self._changed.update(dict.fromkeys(cache.dropped, False))
 
     def _add_subscriber(self, address: SinkAddress) -> _Subscriber:
         subscriber = _Subscriber()
@@ -150,6 +176,7 @@ class LoadEvents:
             sequence=self._sequence,
             load=self._read_load(),
             model_info=self._model_info,
+            cached_pages=tuple(self._cached),
         )
         link.write(pack_report(report))
 

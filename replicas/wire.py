@@ -188,6 +188,22 @@ class SinkAddress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingHints:
+    """What a caller wants, for the router only.
+
+    Attributes:
+        tenant: whose request it is; tenants that wait share the service equally. Never a key.
+        ttft_target_s: a first token after so many seconds is too late, or None: the request may
+            then be refused at once.
+        tpot_target_s: wanted seconds per token after it, or None.
+    """
+
+    tenant: str = ""
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """One sequence to generate.
 
@@ -204,6 +220,8 @@ class GenerateRequest:
         cache_salt: prefix-cache pages are shared only between requests with equal salt.
         excluded_replicas: replica ids that must not run it.
         traceparent: W3C trace context, or None.
+        hints: what the router should know of it.
+        page_keys: of the prompt's full pages, see page_keys.py; the router fills them in.
     """
 
     request_id: str
@@ -216,6 +234,8 @@ class GenerateRequest:
     cache_salt: str = ""
     excluded_replicas: tuple[str, ...] = ()
     traceparent: str | None = None
+    hints: RoutingHints = RoutingHints()
+    page_keys: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,6 +304,19 @@ class ReplicaLoad:
         num_accepted_tokens: of those, that were right and became output tokens.
         num_compiles_after_warmup: must read 0.
         step_s: duration of the last step, seconds.
+        num_decodes: running sequences whose prompt is computed.
+        num_decode_context_tokens: tokens of those: what a decode step attends to.
+        num_waiting_tokens: tokens of sequences that wait in the engine; the prefix cache may hold
+            some of them.
+        num_pending_pairs: (token, position before it) pairs that `num_pending_prefill_tokens` and
+            `num_waiting_tokens` will attend to.
+        max_chunk_tokens: most prompt tokens in a step that has decode rows.
+        num_computed_tokens: tokens of all steps since start, prompts and decode rows.
+        num_prefill_tokens: of those, of prompts.
+        num_prefill_pairs: pairs, as above, that the prompt tokens attended to.
+        num_context_tokens: context tokens that the decode rows attended to.
+        busy_s: sum of all steps' durations, seconds. With the four counts before it, this is what
+            the router fits its step model to: differences survive lost events.
     """
 
     num_running: int = 0
@@ -302,6 +335,29 @@ class ReplicaLoad:
     num_accepted_tokens: int = 0
     num_compiles_after_warmup: int = 0
     step_s: float = 0.0
+    num_decodes: int = 0
+    num_decode_context_tokens: int = 0
+    num_waiting_tokens: int = 0
+    num_pending_pairs: int = 0
+    max_chunk_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    num_context_tokens: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What became of the pages of a replica's prefix cache since its last event.
+
+    Attributes:
+        stored: keys of pages that can be found from now on.
+        dropped: keys of pages that cannot any more. A key is in one of the two at most.
+    """
+
+    stored: tuple[bytes, ...] = ()
+    dropped: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,10 +367,12 @@ class StepEvents:
     Attributes:
         deltas: new tokens and endings, at most one per request.
         load: load after the step.
+        cache: pages that were stored and dropped since the step before.
     """
 
     deltas: tuple[TokenDelta, ...]
     load: ReplicaLoad
+    cache: CacheChange = CacheChange()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -347,12 +405,14 @@ class ReplicaReport:
         sequence: number of the latest load event; the next one carries one more.
         load: what the replica is doing.
         model_info: what it serves.
+        cached_pages: keys of the pages in its prefix cache, the newest if there are very many.
     """
 
     replica_id: str
     sequence: int
     load: ReplicaLoad
     model_info: ModelInfo
+    cached_pages: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

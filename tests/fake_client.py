@@ -17,6 +17,7 @@ from replicas.wire import (
     GenerateResult,
     ModelInfo,
     ReplicaLoad,
+    RoutingHints,
     SamplingParams,
     ServiceStatus,
     TokenDelta,
@@ -24,6 +25,7 @@ from replicas.wire import (
 )
 
 EOS = 1
+NO_HINTS = RoutingHints()
 
 
 def fake_logprob(token_id: int) -> float:
@@ -51,6 +53,8 @@ class Call:
     timeout_s: float | None
     cache_salt: str
     traceparent: str | None
+    priority: int
+    hints: RoutingHints
 
 
 class FakeClient:
@@ -124,6 +128,7 @@ class FakeClient:
         priority: int = 0,
         cache_salt: str = "",
         traceparent: str | None = None,
+        hints: RoutingHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta]:
         assert request_id is not None
         assert request_id not in self.running
@@ -136,6 +141,8 @@ class FakeClient:
                 timeout_s=timeout_s,
                 cache_salt=cache_salt,
                 traceparent=traceparent,
+                priority=priority,
+                hints=hints,
             )
         )
         self.running.add(request_id)

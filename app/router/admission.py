@@ -10,11 +10,20 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DRAIN_WINDOW_S = 10.0
 MIN_RETRY_AFTER_S = 1.0
 MAX_RETRY_AFTER_S = 60.0
+
+AGEING = 10.0
+"""A request may be overtaken by shorter ones for so many times its own prefill time."""
+
+OUTPUT_WEIGHT = 2.0
+"""What an output token counts against a prompt token in a tenant's service (VTC's w_q / w_p)."""
+
+MAX_IDLE_TENANTS = 4096
+"""With more tenants, half of those that do not wait are forgotten: the least served."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,10 +34,16 @@ class QueuedRequest:
         request_id: unique among all requests that have not ended.
         num_prompt_tokens: >= 1.
         max_tokens: most output tokens.
-        deadline: router clock, seconds, or None.
-        priority: lower goes first; equal ones in order of arrival.
+        deadline: router clock, seconds, or None: nobody waits for the request any more.
+        priority: lower goes first; equal ones by fairness, then `rank`.
         excluded: replicas that must not run it.
         replica_wait_until: router clock; from then on, refused when no replica may run it.
+        arrived_at: router clock.
+        tenant: whose it is; tenants that wait share the service equally.
+        page_keys: of the prompt's full pages.
+        ttft_target_s: wanted time to first token from arrival, or None.
+        tpot_target_s: wanted time per output token, or None.
+        prefill_s: predicted time of its prompt on the best replica.
     """
 
     request_id: str
@@ -38,17 +53,55 @@ class QueuedRequest:
     priority: int
     excluded: frozenset[str]
     replica_wait_until: float
+    arrived_at: float = 0.0
+    tenant: str = ""
+    page_keys: tuple[bytes, ...] = ()
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    prefill_s: float = 0.0
+
+    @property
+    def first_token_by(self) -> float:
+        """When its first token is too late, router clock, or infinity."""
+        target = math.inf if self.ttft_target_s is None else self.arrived_at + self.ttft_target_s
+        return target if self.deadline is None else min(target, self.deadline)
+
+    @property
+    def rank(self) -> float:
+        """Place among its tenant's requests: shortest first with ageing, or when it must start."""
+        return min(self.arrived_at + AGEING * self.prefill_s, self.first_token_by - self.prefill_s)
+
+    @property
+    def service(self) -> float:
+        """What it counts as for its tenant, in prompt tokens."""
+        return self.num_prompt_tokens + OUTPUT_WEIGHT * self.max_tokens
+
+
+@dataclass(slots=True)
+class _Tenant:
+    """One tenant's requests, by (priority, rank), and what it has been served."""
+
+    order: list[tuple[int, float, int, str]] = field(default_factory=list)
+    num_requests: int = 0
+    served: float = 0.0
 
 
 class WaitingQueue:
-    """Requests by priority, then arrival, bounded in number and in prompt tokens."""
+    """Requests by priority, then fairness between tenants, then rank; bounded.
+
+    Fairness is by virtual token counters: of the tenants that wait, the one that has been served
+    least goes first, and one that begins to wait starts from the least served of the others. So two
+    tenants that both wait are never further apart than two of their largest requests.
+    """
 
     def __init__(self, *, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
         self.num_tokens = 0
+        self.prefill_s = 0.0
         self._requests: dict[str, QueuedRequest] = {}
-        self._order: list[tuple[int, int, str]] = []
+        self._tenants: dict[str, _Tenant] = {}
+        self._virtual_time = 0.0
         self._timers: list[tuple[float, str]] = []
         self._arrivals = itertools.count()
 
@@ -68,39 +121,80 @@ class WaitingQueue:
         )
 
     def push(self, request: QueuedRequest) -> None:
-        """Append a request behind those of its priority."""
+        """Put a request in its place."""
         assert request.request_id not in self._requests, request
         self._requests[request.request_id] = request
         self.num_tokens += request.num_prompt_tokens
-        heapq.heappush(self._order, (request.priority, next(self._arrivals), request.request_id))
-        heapq.heappush(self._timers, (request.replica_wait_until, request.request_id))
-        if request.deadline is not None:
-            heapq.heappush(self._timers, (request.deadline, request.request_id))
+        self.prefill_s += request.prefill_s
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            tenant = self._add_tenant(request.tenant)
+        if tenant.num_requests == 0:
+            tenant.served = max(tenant.served, self._virtual_time)
+        tenant.num_requests += 1
+        entry = (request.priority, request.rank, next(self._arrivals), request.request_id)
+        heapq.heappush(tenant.order, entry)
+        for due_at in {request.replica_wait_until, request.first_token_by}:
+            if due_at < math.inf:
+                heapq.heappush(self._timers, (due_at, request.request_id))
 
     def remove(self, request_id: str) -> QueuedRequest:
         """Take a request out; its heap entries are skipped later."""
         request = self._requests.pop(request_id)
         self.num_tokens -= request.num_prompt_tokens
+        self.prefill_s = self.prefill_s - request.prefill_s if self._requests else 0.0
+        self._tenants[request.tenant].num_requests -= 1
         return request
 
+    def serve(self, request_id: str) -> QueuedRequest:
+        """Take a request out because it is sent: its tenant has been served."""
+        request = self.remove(request_id)
+        tenant = self._tenants[request.tenant]
+        self._virtual_time = max(self._virtual_time, tenant.served)
+        tenant.served += request.service
+        return request
+
+    def refund(self, request: QueuedRequest, num_output_tokens: int) -> None:
+        """Give a tenant back what a request that ended did not use of its `max_tokens`."""
+        tenant = self._tenants.get(request.tenant)
+        if tenant is not None:
+            unused = max(0, request.max_tokens - num_output_tokens)
+            tenant.served = max(0.0, tenant.served - OUTPUT_WEIGHT * unused)
+
     def drain(self) -> Iterator[QueuedRequest]:
-        """Yield the requests in order; the caller may remove each one as it gets it."""
-        kept: list[tuple[int, int, str]] = []
+        """Yield the requests in order; the caller may take each one out as it gets it."""
+        kept: list[tuple[_Tenant, tuple[int, float, int, str]]] = []
+        heads: list[tuple[int, float, int, str]] = []
+
+        def advance(name: str) -> None:
+            """Queue the tenant by its first request."""
+            tenant = self._tenants[name]
+            while tenant.order and tenant.order[0][3] not in self._requests:
+                heapq.heappop(tenant.order)
+            if tenant.order:
+                first = tenant.order[0]
+                heapq.heappush(heads, (first[0], tenant.served, first[2], name))
+
+        for name, tenant in self._tenants.items():
+            if tenant.num_requests:
+                advance(name)
         try:
-            while self._order:
-                entry = heapq.heappop(self._order)
-                request = self._requests.get(entry[2])
-                if request is None:
-                    continue
-                kept.append(entry)
-                yield request
+            while heads:
+                name = heapq.heappop(heads)[3]
+                tenant = self._tenants[name]
+                entry = heapq.heappop(tenant.order)
+                kept.append((tenant, entry))
+                request = self._requests.get(entry[3])
+                if request is not None:
+                    yield request
+                advance(name)
         finally:
-            for entry in kept:
-                if entry[2] in self._requests:
-                    heapq.heappush(self._order, entry)
+            for tenant, entry in kept:
+                if entry[3] in self._requests:
+                    heapq.heappush(tenant.order, entry)
 
     def pop_due(self, now: float) -> list[QueuedRequest]:
-        """Return the requests whose `deadline` or `replica_wait_until` has newly come."""
+        """Return the requests for which a timer has newly come due."""
         due: list[QueuedRequest] = []
         while self._timers and self._timers[0][0] <= now:
             _, request_id = heapq.heappop(self._timers)
@@ -114,6 +208,16 @@ class WaitingQueue:
         while self._timers and self._timers[0][1] not in self._requests:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else math.inf
+
+    def _add_tenant(self, name: str) -> _Tenant:
+        if len(self._tenants) >= MAX_IDLE_TENANTS:
+            idle = [known for known, tenant in self._tenants.items() if not tenant.num_requests]
+            # Who comes back starts from the virtual time: raised to what the dropped ones had been
+            # served, it gives nobody an advantage for being forgotten.
+            idle.sort(key=lambda known: self._tenants[known].served)
+            for known in idle[: len(idle) // 2]:
+                self._virtual_time = max(self._virtual_time, self._tenants.pop(known).served)
+        return self._tenants.setdefault(name, _Tenant())
 
 
 class DrainRate:

@@ -8,12 +8,22 @@ one replica, until one `Fail` or one `RequestEnded`; a replica never gets more t
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import random
 from dataclasses import dataclass
 
-from app.router.admission import DrainRate, QueuedRequest, WaitingQueue
-from app.router.cost import cost_of
+import numpy as np
+
+from app.router.admission import (
+    MAX_RETRY_AFTER_S,
+    MIN_RETRY_AFTER_S,
+    DrainRate,
+    QueuedRequest,
+    WaitingQueue,
+)
+from app.router.cost import Answer, Policy, PredictedCost, Question, fits
+from app.router.fleet import Bools, Fleet
+from app.router.prefix_index import DEFAULT_MAX_KEYS, PrefixIndex
 from app.router.replica_view import Booking, ReplicaView
 from replicas.errors import (
     DeadlineExceeded,
@@ -22,9 +32,17 @@ from replicas.errors import (
     Overloaded,
     ServingError,
 )
-from replicas.wire import ReplicaLoad
+from replicas.wire import CacheChange, ReplicaLoad
 
 NOT_READY_RETRY_AFTER_S = 5.0
+NO_CHANGE = CacheChange()
+
+TIE_SHARE = 0.02
+TIE_S = 1e-3
+"""Costs so close to the lowest are equal to it: the prediction is no better."""
+
+REFUSAL_MARGIN = 1.1
+"""A request is refused when its predicted first token is so many times later than wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +60,9 @@ class RouterConfig:
         migration_wait_s: the same as `replica_wait_s` for a request that was accepted before, by
             this router's queue or by a replica that it lost.
         max_silent_ticks: ticks (of about 1 s) without a word after which a replica counts as lost.
+        max_backlog_s: a replica whose prompts will take longer than this gets no more; what waits
+            here instead can still go anywhere, and in the best order.
+        max_indexed_pages: keys in the index of the replicas' prefix caches.
     """
 
     max_queued_requests: int = 1024
@@ -51,9 +72,16 @@ class RouterConfig:
     discovery_s: float = 3.0
     migration_wait_s: float = 30.0
     max_silent_ticks: int = 10
+    max_backlog_s: float = 2.0
+    max_indexed_pages: int = DEFAULT_MAX_KEYS
 
     def __post_init__(self) -> None:
-        for name in ("max_queued_requests", "max_queued_tokens", "max_silent_ticks"):
+        for name in (
+            "max_queued_requests",
+            "max_queued_tokens",
+            "max_silent_ticks",
+            "max_indexed_pages",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
         for name in (
@@ -61,6 +89,7 @@ class RouterConfig:
             "replica_wait_s",
             "discovery_s",
             "migration_wait_s",
+            "max_backlog_s",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
@@ -77,6 +106,10 @@ class RequestArrived:
         deadline: router clock, seconds, or None.
         priority: lower goes first.
         excluded: replicas that must not run it.
+        tenant: whose it is, for fairness; not a secret.
+        page_keys: of the prompt's full pages, see replicas/page_keys.py.
+        ttft_target_s: wanted time to first token, or None.
+        tpot_target_s: wanted time per output token, or None.
     """
 
     request_id: str
@@ -85,31 +118,61 @@ class RequestArrived:
     deadline: float | None = None
     priority: int = 0
     excluded: frozenset[str] = frozenset()
+    tenant: str = ""
+    page_keys: tuple[bytes, ...] = ()
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestEnded:
-    """A request is over, for whatever reason: finished, failed, cancelled. Idempotent."""
+    """A request is over, for whatever reason: finished, failed, cancelled. Idempotent.
+
+    Attributes:
+        request_id: which one.
+        num_output_tokens: what it produced, or None when nobody knows.
+    """
 
     request_id: str
+    num_output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReported:
-    """A replica introduced itself, or repaired its stream: it takes requests."""
+    """A replica introduced itself, or repaired its stream: it takes requests.
+
+    Attributes:
+        replica_id: who reports.
+        sequence: of its latest event.
+        load: what it is doing.
+        cached_pages: keys of all pages that its prefix cache holds.
+        offloaded_pages: keys of pages that only its host tier holds.
+    """
 
     replica_id: str
     sequence: int
     load: ReplicaLoad
+    cached_pages: tuple[bytes, ...] = ()
+    offloaded_pages: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class LoadChanged:
-    """A replica's load event; `sequence` is one more than that of its last."""
+    """A replica's event; `sequence` is one more than that of its last.
+
+    Attributes:
+        replica_id: whose.
+        sequence: its number.
+        load: what it is doing.
+        cache: what became of its cached pages since the last event.
+        tier: the same of its host tier, where it has one.
+    """
 
     replica_id: str
     sequence: int
     load: ReplicaLoad
+    cache: CacheChange = NO_CHANGE
+    tier: CacheChange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +234,36 @@ Action = Send | Fail | Resubscribe
 
 
 class RouterCore:
-    """Queue, bookings and replicas of one router."""
+    """Queue, bookings, replicas and their cached pages, of one router."""
 
-    def __init__(self, config: RouterConfig, rng: random.Random) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        rng: random.Random,
+        policy: Policy | None = None,
+        *,
+        fetch_s_per_token: float = 0.0,
+    ) -> None:
+        """Know no replica yet.
+
+        Args:
+            config: limits.
+            rng: breaks ties.
+            policy: rates replicas; None: `PredictedCost`.
+            fetch_s_per_token: what a token in a replica's host tier costs.
+        """
         self._config = config
         self._rng = rng
+        self._policy: Policy = policy or PredictedCost()
+        self._fetch_s_per_token = fetch_s_per_token
         self._queue = WaitingQueue(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
         self._drain_rate = DrainRate()
-        self._replicas: dict[str, ReplicaView] = {}
-        self._booked_on: dict[str, str] = {}
+        self._fleet = Fleet(max_waiting_per_replica=config.max_waiting_per_replica)
+        self._index = PrefixIndex(max_keys=config.max_indexed_pages)
+        self._device_index: PrefixIndex | None = None  # only where there is a tier behind it
+        self._sent: dict[str, tuple[QueuedRequest, ReplicaView]] = {}
         self._started_at: float | None = None
 
     @property
@@ -197,12 +279,27 @@ class RouterCore:
     @property
     def num_booked(self) -> int:
         """Requests that were sent and have not ended."""
-        return len(self._booked_on)
+        return len(self._sent)
+
+    @property
+    def num_indexed_pages(self) -> int:
+        """Keys of cached pages that the index holds."""
+        return len(self._index)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page, as a replica reported it; 0 before the first."""
+        return next((view.load.page_size for view in self._fleet.routable()), 0)
+
+    @property
+    def fleet(self) -> Fleet:
+        """The replicas, to be read only."""
+        return self._fleet
 
     @property
     def routable(self) -> dict[str, ReplicaView]:
         """Replicas that take requests, by id."""
-        return {view.replica_id: view for view in self._replicas.values() if view.is_routable}
+        return {view.replica_id: view for view in self._fleet.routable()}
 
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
@@ -216,14 +313,12 @@ class RouterCore:
         match event:
             case RequestArrived():
                 self._arrive(event, now, actions)
-            case RequestEnded(request_id):
-                self._end(request_id, now)
-            case ReplicaReported(replica_id, sequence, load):
-                view = self._replicas.setdefault(replica_id, ReplicaView(replica_id))
-                view.is_routable = True
-                view.update(load, sequence)
+            case RequestEnded(request_id, num_output_tokens):
+                self._end(request_id, num_output_tokens, now)
+            case ReplicaReported():
+                self._introduce(event, now)
             case LoadChanged():
-                self._update(event, actions)
+                self._update(event, now, actions)
             case ReplicaSuspected(replica_id):
                 self._suspect(replica_id, now, actions)
             case ReplicaRemoved(replica_id):
@@ -232,66 +327,109 @@ class RouterCore:
                 if is_second:
                     self._count_silence(now, actions)
         self._expire(now, actions)
-        self._dispatch(actions)
+        self._dispatch(now, actions)
         return actions
 
     def _arrive(self, event: RequestArrived, now: float, actions: list[Action]) -> None:
         request_id = event.request_id
         assert request_id not in self._queue, request_id
-        assert request_id not in self._booked_on, request_id
+        assert request_id not in self._sent, request_id
         config = self._config
-        is_new = not event.excluded and not any(v.is_routable for v in self._replicas.values())
+        is_new = not event.excluded and not any(True for _ in self._fleet.routable())
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
         assert self._started_at is not None
-        wait_until = max(now + wait_s, self._started_at + config.discovery_s)
-        if event.deadline is not None and event.deadline <= now:
+        request = QueuedRequest(
+            request_id=request_id,
+            num_prompt_tokens=event.num_prompt_tokens,
+            max_tokens=event.max_tokens,
+            deadline=event.deadline,
+            priority=event.priority,
+            excluded=event.excluded,
+            replica_wait_until=max(now + wait_s, self._started_at + config.discovery_s),
+            arrived_at=now,
+            tenant=event.tenant,
+            page_keys=event.page_keys,
+            ttft_target_s=event.ttft_target_s,
+            tpot_target_s=event.tpot_target_s,
+        )
+        if request.first_token_by <= now:
             actions.append(Fail(request_id, _deadline_exceeded()))
-        elif self._queue.is_full_for(event.num_prompt_tokens):
+            return
+        if self._queue.is_full_for(event.num_prompt_tokens):
             actions.append(Fail(request_id, self._overloaded(event.num_prompt_tokens, now)))
-        else:
-            request = QueuedRequest(
-                request_id=request_id,
-                num_prompt_tokens=event.num_prompt_tokens,
-                max_tokens=event.max_tokens,
-                deadline=event.deadline,
-                priority=event.priority,
-                excluded=event.excluded,
-                replica_wait_until=wait_until,
-            )
-            self._queue.push(request)
+            return
+        can_start_at_once = not len(self._queue) and self._send(
+            request, self._ready(), now, actions
+        )
+        if not can_start_at_once:
+            self._enqueue(request, now, actions)
 
-    def _end(self, request_id: str, now: float) -> None:
+    def _end(self, request_id: str, num_output_tokens: int | None, now: float) -> None:
         if request_id in self._queue:
             self._queue.remove(request_id)
-        replica_id = self._booked_on.pop(request_id, None)
-        if replica_id is not None:
-            view = self._replicas[replica_id]
-            booking = view.release(request_id)
-            self._drain_rate.add(booking.num_prompt_tokens, now)
+        request, view = self._sent.pop(request_id, (None, None))
+        if request is not None and view is not None:
+            view.release(request_id)
+            self._fleet.refresh(view)
+            self._drain_rate.add(request.num_prompt_tokens, now)
+            if num_output_tokens is not None:
+                self._queue.refund(request, num_output_tokens)
             self._forget_if_done(view)
 
-    def _update(self, event: LoadChanged, actions: list[Action]) -> None:
-        view = self._replicas.get(event.replica_id)
-        if view is None or not view.is_routable or event.sequence != view.sequence + 1:
+    def _introduce(self, event: ReplicaReported, now: float) -> None:
+        view = self._fleet.add(event.replica_id)
+        view.is_routable = True
+        self._fleet.update(view, event.load, event.sequence, now)
+        self._index.replace(view.row, event.cached_pages)
+        if event.offloaded_pages:
+            self._track_tier()
+            self._index.store(view.row, event.offloaded_pages)
+        if self._device_index is not None:
+            self._device_index.replace(view.row, event.cached_pages)
+
+    def _update(self, event: LoadChanged, now: float, actions: list[Action]) -> None:
+        view = self._fleet.views.get(event.replica_id)
+        is_next = view is not None and view.is_routable and event.sequence == view.sequence + 1
+        if not is_next:
             actions.append(Resubscribe(event.replica_id))
-        if view is not None:
-            view.update(event.load, event.sequence)
+        if view is None:
+            return
+        self._fleet.update(view, event.load, event.sequence, now)
+        cache, tier = event.cache, event.tier
+        if tier is not None:
+            self._track_tier()
+            self._index.store(view.row, tier.stored)
+        if cache.stored:
+            self._index.store(view.row, cache.stored)
+        if self._device_index is not None:
+            self._device_index.store(view.row, cache.stored)
+            self._device_index.drop(view.row, cache.dropped)
+        if tier is not None:
+            self._index.drop(view.row, tier.dropped)
+        elif cache.dropped:
+            self._index.drop(view.row, cache.dropped)
+
+    def _track_tier(self) -> None:
+        if self._device_index is None:
+            self._device_index = PrefixIndex(max_keys=self._config.max_indexed_pages)
 
     def _suspect(self, replica_id: str, now: float, actions: list[Action]) -> None:
-        view = self._replicas.get(replica_id)
+        view = self._fleet.views.get(replica_id)
         if view is None:
             return
         view.is_routable = False
+        self._fleet.refresh(view)
         actions.append(Resubscribe(replica_id))
         self._forget_if_done(view)
         self._fail_orphans(now, actions)
 
     def _remove(self, replica_id: str, now: float, actions: list[Action]) -> None:
-        view = self._replicas.pop(replica_id, None)
+        view = self._fleet.views.get(replica_id)
         if view is None:
             return
+        self._forget(view)
         for request_id in view.bookings:
-            del self._booked_on[request_id]
+            del self._sent[request_id]
             error = EngineDead(f"replica {replica_id} was lost", replica_id=replica_id)
             actions.append(Fail(request_id, error))
         self._fail_orphans(now, actions)
@@ -302,20 +440,19 @@ class RouterCore:
         Counted in ticks, not seconds: when this process itself was stalled, one tick has passed.
         A replica that is not routable owes us nothing; its calls tell how they end.
         """
-        for view in tuple(self._replicas.values()):
-            if view.is_routable:
-                view.num_silent_ticks += 1
-                if view.num_silent_ticks > self._config.max_silent_ticks:
-                    self._remove(view.replica_id, now, actions)
+        for view in tuple(self._fleet.routable()):
+            view.num_silent_ticks += 1
+            if view.num_silent_ticks > self._config.max_silent_ticks:
+                self._remove(view.replica_id, now, actions)
 
     def _expire(self, now: float, actions: list[Action]) -> None:
         for request in self._queue.pop_due(now):
             if request.request_id not in self._queue:
                 continue
-            if request.deadline is not None and request.deadline <= now:
+            if request.first_token_by <= now:
                 self._queue.remove(request.request_id)
                 actions.append(Fail(request.request_id, _deadline_exceeded()))
-            elif not self._has_candidate(request):
+            elif request.replica_wait_until <= now and not self._has_candidate(request):
                 self._queue.remove(request.request_id)
                 actions.append(Fail(request.request_id, _not_ready()))
 
@@ -326,56 +463,140 @@ class RouterCore:
                 self._queue.remove(request.request_id)
                 actions.append(Fail(request.request_id, _not_ready()))
 
-    def _dispatch(self, actions: list[Action]) -> None:
-        """Send queued requests, in order, while any replica has credit."""
-        blocked: set[str] = set()
-        for request in self._queue.drain():
-            with_slots = [
-                view
-                for view in self._replicas.values()
-                if view.is_routable
-                and view.replica_id not in blocked
-                and view.free_slots(max_waiting=self._config.max_waiting_per_replica) > 0
-            ]
-            if not with_slots:
-                break
-            allowed = [view for view in with_slots if view.replica_id not in request.excluded]
-            view = self._choose(request, allowed)
-            if view is None:
-                # It waits for pages: nothing behind it may take those of the same replicas.
-                blocked.update(view.replica_id for view in allowed)
-                continue
-            self._queue.remove(request.request_id)
-            booking = Booking(
-                request.num_prompt_tokens, request.num_prompt_tokens + request.max_tokens
-            )
-            view.book(request.request_id, booking)
-            self._booked_on[request.request_id] = view.replica_id
-            actions.append(Send(request.request_id, view.replica_id))
+    def _enqueue(self, request: QueuedRequest, now: float, actions: list[Action]) -> None:
+        """Let a request wait, or refuse it when it would wait past its target."""
+        routable = self._allowed(request, self._fleet.is_routable)
+        if routable.any():
+            answer = self._rate(request, now)[0]
+            if answer.ttft_s is not None and answer.queued_s is not None:
+                best = int(np.where(routable, answer.ttft_s, np.inf).argmin())
+                ttft_s = float(answer.ttft_s[best])
+                prefill_s = ttft_s - float(answer.queued_s[best])
+                ttft_s += self._queue.prefill_s / int(routable.sum())
+                left_s = request.first_token_by - now
+                if ttft_s > REFUSAL_MARGIN * left_s:
+                    actions.append(Fail(request.request_id, _cannot_meet(ttft_s, left_s)))
+                    return
+                request = dataclasses.replace(request, prefill_s=prefill_s)
+        self._queue.push(request)
 
-    def _choose(self, request: QueuedRequest, views: list[ReplicaView]) -> ReplicaView | None:
-        """Return the cheapest replica that has pages for the prompt, ties at random, or None."""
-        best: list[ReplicaView] = []
-        best_cost = math.inf
-        for view in views:
-            if not view.has_pages_for(request.num_prompt_tokens):
-                continue
-            cost = cost_of(view)
-            if cost < best_cost:
-                best, best_cost = [view], cost
-            elif cost == best_cost:
-                best.append(view)
-        return self._rng.choice(best) if best else None
+    def _dispatch(self, now: float, actions: list[Action]) -> None:
+        """Send queued requests, in order, while any replica has credit."""
+        if not len(self._queue):
+            return
+        ready = self._ready()
+        for request in self._queue.drain():
+            if not ready.any():
+                break
+            if self._send(request, ready, now, actions):
+                ready &= self._ready()
+
+    def _ready(self) -> Bools:
+        """Which rows have a slot to give."""
+        return self._fleet.is_routable & (self._fleet.free_slots > 0)
+
+    def _send(
+        self, request: QueuedRequest, ready: Bools, now: float, actions: list[Action]
+    ) -> bool:
+        """Send a request to the best ready replica; whether it is over with for the queue.
+
+        Rows that turn out to have too long a backlog already leave `ready`. So do those that lack
+        pages for the request: nothing behind it may take pages that it waits for.
+        """
+        if not ready.any():
+            return False
+        answer, question = self._rate(request, now)
+        if answer.queued_s is not None:
+            ready &= answer.queued_s <= self._config.max_backlog_s
+        allowed = self._allowed(request, ready)
+        candidates = allowed & self._fleet.has_pages_for(request.num_prompt_tokens)
+        if not candidates.any():
+            ready &= ~allowed
+            return False
+        is_queued = request.request_id in self._queue
+        left_s = request.first_token_by - now
+        if left_s < np.inf and answer.ttft_s is not None:
+            best = float(answer.ttft_s[self._allowed(request, self._fleet.is_routable)].min())
+            if best > REFUSAL_MARGIN * left_s:
+                if is_queued:
+                    self._queue.remove(request.request_id)
+                error = _deadline_exceeded() if is_queued else _cannot_meet(best, left_s)
+                actions.append(Fail(request.request_id, error))
+                return True
+        if not is_queued:
+            self._queue.push(request)
+        meets = fits(
+            answer,
+            ttft_s=None if left_s == np.inf else left_s,
+            tpot_s=request.tpot_target_s,
+        )
+        if meets is not None and (good := candidates & meets).any():
+            candidates = good
+        view = self._fleet.view_of(self._cheapest(answer, candidates))
+        self._book(self._queue.serve(request.request_id), view, question, now)
+        actions.append(Send(request.request_id, view.replica_id))
+        return True
+
+    def _cheapest(self, answer: Answer, candidates: Bools) -> int:
+        """Return the row of the lowest cost, ties at random."""
+        costs = np.where(candidates, answer.cost, np.inf)
+        lowest = float(costs.min())
+        ties = np.flatnonzero(costs <= lowest + max(TIE_S, answer.tie_s) + TIE_SHARE * abs(lowest))
+        return int(ties[self._rng.randrange(len(ties))] if len(ties) > 1 else ties[0])
+
+    def _book(
+        self, request: QueuedRequest, view: ReplicaView, question: Question, now: float
+    ) -> None:
+        length = request.num_prompt_tokens
+        held = min(int(question.held_tokens[view.row]), length - 1)
+        booking = Booking(
+            num_prompt_tokens=length,
+            num_tokens=length + request.max_tokens,
+            num_uncached_tokens=length - held,
+            num_pairs=(length - held) * (length + held) // 2,
+        )
+        view.book(request.request_id, booking, now)
+        self._fleet.refresh(view)
+        self._sent[request.request_id] = (request, view)
+
+    def _rate(self, request: QueuedRequest, now: float) -> tuple[Answer, Question]:
+        fleet, keys = self._fleet, request.page_keys
+        held = self._index.match(keys, fleet.num_rows) * fleet.page_size
+        device = None
+        if self._device_index is not None:
+            device = self._device_index.match(keys, fleet.num_rows) * fleet.page_size
+        question = Question(
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.max_tokens,
+            held_tokens=held,
+            device_tokens=device,
+            fetch_s_per_token=self._fetch_s_per_token,
+            is_tpot_wanted=request.tpot_target_s is not None,
+        )
+        return self._policy.rate(fleet, question, now), question
+
+    def _allowed(self, request: QueuedRequest, rows: Bools) -> Bools:
+        """Return `rows` without those that the request excludes."""
+        views = self._fleet.views
+        excluded = [views[name].row for name in request.excluded if name in views]
+        if not excluded:
+            return rows
+        allowed = rows.copy()
+        allowed[excluded] = False
+        return allowed
 
     def _has_candidate(self, request: QueuedRequest) -> bool:
-        return any(
-            view.is_routable and view.replica_id not in request.excluded
-            for view in self._replicas.values()
-        )
+        return bool(self._allowed(request, self._fleet.is_routable).any())
 
     def _forget_if_done(self, view: ReplicaView) -> None:
         if not view.is_routable and not view.bookings:
-            del self._replicas[view.replica_id]
+            self._forget(view)
+
+    def _forget(self, view: ReplicaView) -> None:
+        self._index.forget(view.row)
+        if self._device_index is not None:
+            self._device_index.forget(view.row)
+        self._fleet.remove(view)
 
     def _overloaded(self, num_prompt_tokens: int, now: float) -> Overloaded:
         config = self._config
@@ -385,6 +606,13 @@ class RouterCore:
             f"tokens wait (limits {config.max_queued_requests} and {config.max_queued_tokens})",
             retry_after_s=self._drain_rate.retry_after_s(num_tokens, now),
         )
+
+
+def _cannot_meet(ttft_s: float, left_s: float) -> Overloaded:
+    return Overloaded(
+        f"the first token is predicted in {ttft_s:.1f} s, and wanted within {left_s:.1f} s",
+        retry_after_s=min(max(ttft_s - left_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
+    )
 
 
 def _deadline_exceeded() -> DeadlineExceeded:

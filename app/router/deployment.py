@@ -42,6 +42,7 @@ from app.router.core import (
 )
 from app.router.event_sink import EventSink
 from replicas.errors import EngineDead, EngineNotReady, ServingError
+from replicas.page_keys import hash_prompt, hash_root
 from replicas.wire import (
     STARTUP_NAMESPACE,
     GenerateRequest,
@@ -114,6 +115,7 @@ class RouterDeployment:
         """
         deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
         excluded = request.excluded_replicas
+        request = dataclasses.replace(request, page_keys=self._hash_pages(request))
         while True:
             answer = await self._attempt(request, deadline, excluded)
             refused_by = answer.replica_id if isinstance(answer, EngineNotReady) else None
@@ -152,11 +154,20 @@ class RouterDeployment:
             if task.done():
                 task.result()
 
+    def _hash_pages(self, request: GenerateRequest) -> tuple[bytes, ...]:
+        """Name the prompt's pages as the replicas do, once for router and engine."""
+        info, page_size = self._events.model_info, self._core.page_size
+        if info is None or not page_size:
+            return ()
+        root = hash_root(info.fingerprint, request.cache_salt)
+        return hash_prompt(root, request.prompt_token_ids, page_size=page_size)
+
     async def _attempt(
         self, request: GenerateRequest, deadline: float | None, excluded: tuple[str, ...]
     ) -> GenerateResult | ServingError:
         request_id = request.request_id
         call = _Call()
+        num_output_tokens: int | None = None
         self._calls[request_id] = call
         try:
             self._feed(
@@ -167,6 +178,10 @@ class RouterDeployment:
                     deadline=deadline,
                     priority=request.priority,
                     excluded=frozenset(excluded),
+                    tenant=request.hints.tenant,
+                    page_keys=request.page_keys,
+                    ttft_target_s=request.hints.ttft_target_s,
+                    tpot_target_s=request.hints.tpot_target_s,
                 )
             )
             target = await call.target
@@ -175,10 +190,13 @@ class RouterDeployment:
             if deadline is not None:
                 timeout_s = max(0.0, deadline - self._loop.time())
                 request = dataclasses.replace(request, timeout_s=timeout_s)
-            return await self._send(call, request, target, excluded)
+            answer = await self._send(call, request, target, excluded)
+            if isinstance(answer, GenerateResult):
+                num_output_tokens = answer.num_output_tokens
+            return answer
         finally:
             del self._calls[request_id]
-            self._feed(RequestEnded(request_id))
+            self._feed(RequestEnded(request_id, num_output_tokens))
 
     async def _send(
         self, call: _Call, request: GenerateRequest, target: str, excluded: tuple[str, ...]

@@ -7,11 +7,11 @@ order in which they were sent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from app.frame_server import FrameServer, ReplicaPeer
 from app.router.core import LoadChanged, ReplicaReported, ReplicaSuspected
-from replicas.frames import FrameError, FrameKind, unpack_load, unpack_report
+from replicas.frames import FrameError, FrameKind, unpack_event, unpack_report
 from replicas.wire import ModelInfo, SinkAddress
 
 LoadEvent = ReplicaReported | LoadChanged | ReplicaSuspected
@@ -68,12 +68,16 @@ class EventSink:
         if self._peers.get(peer.replica_id) is not peer:
             return  # what a connection that was reset had still in flight
         match frame:
-            case [FrameKind.EVENT, int(sequence), dict() as load]:  # pyright: ignore[reportUnknownVariableType]
-                fields = cast(dict[str, Any], load)
-                self._on_event(LoadChanged(peer.replica_id, sequence, unpack_load(fields)))
+            case [FrameKind.EVENT, *_]:
+                sequence, load, cache = unpack_event(frame)
+                self._on_event(LoadChanged(peer.replica_id, sequence, load, cache))
             case [FrameKind.REPORT, *_]:
                 report = unpack_report(frame, replica_id=peer.replica_id)
                 self.model_info = report.model_info
-                self._on_event(ReplicaReported(report.replica_id, report.sequence, report.load))
+                self._on_event(
+                    ReplicaReported(
+                        report.replica_id, report.sequence, report.load, report.cached_pages
+                    )
+                )
             case _:
                 raise FrameError(f"an event sink takes no frame of kind {frame[0]}")

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from replicas.engine.page_allocator import PageKey, hash_root
 from replicas.engine.request_check import check_request
 from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.page_keys import PageKey, hash_root
 from replicas.wire import (
     FinishReason,
     GenerateRequest,
@@ -122,6 +122,11 @@ class Engine[StepT]:
         self._num_output_tokens = 0
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
+        self._num_computed_tokens = 0
+        self._num_prefill_tokens = 0
+        self._num_prefill_pairs = 0
+        self._num_context_tokens = 0
+        self._busy_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -147,6 +152,7 @@ class Engine[StepT]:
             max_total_tokens=len(request.prompt_token_ids) + request.sampling.max_tokens,
             root_key=self._root_key(request),
             stop_token_ids=self._stop_token_ids(request.sampling),
+            page_size=self.scheduler.page_size,
         )
         self._num_arrivals += 1
         self._sequences[request.request_id] = sequence
@@ -191,11 +197,14 @@ class Engine[StepT]:
             wait=fetched_at - launched_at,
             postprocess=self._clock() - fetched_at,
         )
-        return StepEvents(deltas=tuple(deltas), load=self.load())
+        self._busy_s += self.times.total
+        cache = self.scheduler.allocator.take_changes()
+        return StepEvents(deltas=tuple(deltas), load=self.load(), cache=cache)
 
     def load(self) -> ReplicaLoad:
         """What the engine is doing now."""
         scheduler, allocator = self.scheduler, self.scheduler.allocator
+        pending = scheduler.pending_work()
         return ReplicaLoad(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -203,7 +212,7 @@ class Engine[StepT]:
             num_free_pages=allocator.num_free,
             num_pages=allocator.num_usable,
             page_size=scheduler.page_size,
-            num_pending_prefill_tokens=scheduler.num_pending_prefill_tokens,
+            num_pending_prefill_tokens=pending.num_prefill_tokens,
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_prompt_tokens=self._num_prompt_tokens,
@@ -213,6 +222,16 @@ class Engine[StepT]:
             num_accepted_tokens=self._num_accepted_tokens,
             num_compiles_after_warmup=self._runner.num_compiles_after_warmup,
             step_s=self.times.total,
+            num_decodes=pending.num_decodes,
+            num_decode_context_tokens=pending.num_context_tokens,
+            num_waiting_tokens=pending.num_waiting_tokens,
+            num_pending_pairs=pending.num_pairs,
+            max_chunk_tokens=scheduler.max_mixed_tokens,
+            num_computed_tokens=self._num_computed_tokens,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_prefill_pairs=self._num_prefill_pairs,
+            num_context_tokens=self._num_context_tokens,
+            busy_s=self._busy_s,
         )
 
     def _root_key(self, request: GenerateRequest) -> PageKey:
@@ -220,8 +239,14 @@ class Engine[StepT]:
 
     def _note_first_steps(self, plan: StepPlan, now: float) -> None:
         self._num_steps += 1
+        self._num_computed_tokens += plan.num_tokens
         for part in plan.scheduled:
-            sequence = part.sequence
+            sequence, count = part.sequence, part.num_tokens
+            if count - part.num_drafts == 1:
+                self._num_context_tokens += count * part.start
+            else:
+                self._num_prefill_tokens += count
+                self._num_prefill_pairs += count * (2 * part.start + count) // 2
             if sequence.first_step_s is None:
                 sequence.first_step_s = now
                 self._num_prompt_tokens += sequence.num_prompt_tokens

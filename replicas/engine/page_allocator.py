@@ -9,27 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence as SequenceOf
-from hashlib import blake2b
+
+from replicas.page_keys import PageKey
+from replicas.wire import CacheChange
 
 NULL_PAGE = 0
 """Target of padded writes; never allocated."""
-
-PageKey = bytes
-
-
-def hash_root(*parts: str) -> PageKey:
-    """Key that a chain starts from: model revision, KV dtype, cache salt and the like."""
-    return blake2b("\0".join(parts).encode(), digest_size=16).digest()
-
-
-def hash_page(parent: PageKey, token_ids: bytes) -> PageKey:
-    """Key of a full page: identifies its tokens and all tokens before them.
-
-    Args:
-        parent: key of the page before, or the root.
-        token_ids: the page's token ids as little-endian int32 bytes.
-    """
-    return blake2b(parent + token_ids, digest_size=16).digest()
 
 
 class PageAllocator:
@@ -48,6 +33,7 @@ class PageAllocator:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._key_of: dict[int, PageKey] = {}
         self._page_of: dict[PageKey, int] = {}
+        self._changes: dict[PageKey, bool] = {}
 
     @property
     def num_usable(self) -> int:
@@ -94,6 +80,7 @@ class PageAllocator:
         if self._enable_prefix_caching and key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
+            self._changes[key] = True
 
     def release(self, pages: SequenceOf[int]) -> None:
         """Drop one reference of each page, last page first."""
@@ -106,6 +93,15 @@ class PageAllocator:
                 else:
                     self._free.append(page)
 
+    def take_changes(self) -> CacheChange:
+        """Return which keys became findable and which ceased to, since the last call."""
+        if not self._changes:
+            return CacheChange()
+        stored = tuple(key for key, is_held in self._changes.items() if is_held)
+        dropped = tuple(key for key, is_held in self._changes.items() if not is_held)
+        self._changes.clear()
+        return CacheChange(stored, dropped)
+
     def drop_cache(self) -> int:
         """Forget the content of all unreferenced pages; returns how many there were."""
         count = len(self._cached)
@@ -115,7 +111,9 @@ class PageAllocator:
 
     def _evict(self) -> int:
         page, _ = self._cached.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        self._changes[key] = False
         return page
 
     def check_integrity(self) -> None:

@@ -65,6 +65,16 @@ class StepPlan:
     num_drafts: int = 0
 
 
+class PendingWork(NamedTuple):
+    """What the scheduler still has to do; fields as in `replicas.wire.ReplicaLoad`."""
+
+    num_prefill_tokens: int
+    num_waiting_tokens: int
+    num_pairs: int
+    num_decodes: int
+    num_context_tokens: int
+
+
 class PrefillBudget:
     """What a step has left for prompt tokens, in tokens and in cost."""
 
@@ -143,7 +153,9 @@ class Scheduler:
         self._break_even_context = break_even_context
         self._max_drafts = max_drafts
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []
-        self._num_waiting = 0
+        self._waiting_tokens: dict[Sequence, int] = {}  # as counted in the two totals
+        self._num_waiting_tokens = 0
+        self._num_waiting_pairs = 0
         self._running: list[Sequence] = []
         # Those of them with unfinished prompts, and perhaps some that have none any more: a step of
         # many streams looks at these few instead of at all.
@@ -153,7 +165,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences without a slot."""
-        return self._num_waiting
+        return len(self._waiting_tokens)
 
     @property
     def num_running(self) -> int:
@@ -165,20 +177,43 @@ class Scheduler:
         """Sequences with a slot, oldest first."""
         return tuple(self._running)
 
+    def pending_work(self) -> PendingWork:
+        """Count what running and waiting sequences are and will be."""
+        prefilling = [s for s in self._prefilling if _is_prefilling(s)]
+        num_decodes = len(self._running) - len(prefilling)
+        # A decode row has computed all its tokens but the last one.
+        context = sum([s.num_computed_tokens for s in self._running]) + num_decodes
+        prefill, pairs = 0, self._num_waiting_pairs
+        for sequence in prefilling:
+            left, num_computed = sequence.num_uncomputed_tokens, sequence.num_computed_tokens
+            prefill += left
+            pairs += left * (sequence.num_tokens + num_computed) // 2
+            context -= num_computed
+        return PendingWork(
+            num_prefill_tokens=prefill,
+            num_waiting_tokens=self._num_waiting_tokens,
+            num_pairs=pairs,
+            num_decodes=num_decodes,
+            num_context_tokens=context,
+        )
+
     @property
-    def num_pending_prefill_tokens(self) -> int:
-        """Prompt tokens of running sequences that are still to be computed."""
-        return sum(s.num_uncomputed_tokens for s in self._prefilling if _is_prefilling(s))
+    def max_mixed_tokens(self) -> int:
+        """Most tokens in a step with decode rows."""
+        return self._max_mixed_tokens
 
     @property
     def has_work(self) -> bool:
         """Whether `schedule` may have something to do, now or once tokens in flight arrive."""
-        return bool(self._running) or self._num_waiting > 0
+        return bool(self._running) or bool(self._waiting_tokens)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, new or preempted."""
         heapq.heappush(self._waiting, (sequence.order, sequence))
-        self._num_waiting += 1
+        count = sequence.num_tokens
+        self._waiting_tokens[sequence] = count
+        self._num_waiting_tokens += count
+        self._num_waiting_pairs += count * count // 2
 
     def finish(self, sequence: Sequence) -> None:
         """Take a waiting or running sequence out; its full pages stay findable.
@@ -191,7 +226,7 @@ class Scheduler:
             self._leave_slot(sequence, SequenceStatus.FINISHED)
         elif sequence.status is SequenceStatus.WAITING:
             sequence.status = SequenceStatus.FINISHED
-            self._num_waiting -= 1
+            self._forget_waiting(sequence)
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step and advance the counts of what it contains.
@@ -267,7 +302,7 @@ class Scheduler:
             if sequence.num_inflight > 0 or not self._start(sequence):
                 break
             heapq.heappop(self._waiting)
-            self._num_waiting -= 1
+            self._forget_waiting(sequence)
             rows.append(self._take(sequence, budget.take(sequence)))
 
     def _peek_waiting(self) -> Sequence | None:
@@ -277,6 +312,11 @@ class Scheduler:
                 return sequence
             heapq.heappop(self._waiting)
         return None
+
+    def _forget_waiting(self, sequence: Sequence) -> None:
+        count = self._waiting_tokens.pop(sequence)
+        self._num_waiting_tokens -= count
+        self._num_waiting_pairs -= count * count // 2
 
     def _start(self, sequence: Sequence) -> bool:
         """Give a slot and pages for all known tokens; False if there are too few pages.
@@ -383,7 +423,8 @@ class Scheduler:
             assert sequence.is_decode or sequence in self._prefilling
         assert len({s.order for s in self._prefilling}) == len(self._prefilling)
         waiting = [s for _, s in self._waiting if s.status is SequenceStatus.WAITING]
-        assert len(waiting) == self._num_waiting
+        assert self._num_waiting_tokens == sum(self._waiting_tokens.values())
+        assert set(waiting) == set(self._waiting_tokens)
         self.allocator.check_integrity()
 
 

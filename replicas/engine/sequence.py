@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from array import array
 
-from replicas.engine.page_allocator import PageKey, hash_page
+from replicas.page_keys import PageKey, hash_page
 from replicas.wire import GenerateRequest
 
 
@@ -80,6 +80,7 @@ class Sequence:
         max_total_tokens: int,
         root_key: PageKey,
         stop_token_ids: frozenset[int] = frozenset(),
+        page_size: int = 0,
     ) -> None:
         self.request = request
         self.stop_token_ids = stop_token_ids
@@ -102,8 +103,16 @@ class Sequence:
             self.next_prompt_logprob = min(sampling.prompt_logprobs_start, self.num_prompt_tokens)
         self.order = (request.priority, arrival_number)
         self._root_key = root_key
-        self._page_keys: list[PageKey] = []
+        self._page_keys = self._checked_keys(page_size)
         self._num_registered_pages = 0
+
+    def _checked_keys(self, page_size: int) -> list[PageKey]:
+        """Take over the router's keys; none when its first one shows another model or page size."""
+        keys = self.request.page_keys
+        if not keys or not page_size or len(keys) * page_size > self.num_prompt_tokens:
+            return []
+        first = hash_page(self._root_key, self.token_ids[:page_size].tobytes())
+        return list(keys) if keys[0] == first else []
 
     @property
     def num_tokens(self) -> int:

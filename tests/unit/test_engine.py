@@ -1,5 +1,6 @@
 """The engine over a fake device: batching, chunks, caching and preemption change no token."""
 
+import dataclasses
 import random
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.errors import ContextLengthExceeded, InvalidRequest
+from replicas.page_keys import hash_prompt, hash_root
 from replicas.wire import FinishReason
 from tests.fake_runner import make_engine, make_request, naive_tokens, output, run, step
 
@@ -105,6 +107,48 @@ def test_salts_do_not_share_pages():
     run(engine)
     engine.add(make_request("b", prompt(40), cache_salt="y"))
     assert run(engine)["b"][-1].result.num_cached_tokens == 0
+
+
+def test_pages_are_reported_under_the_keys_that_the_router_computes():
+    engine, _ = make_engine(page_size=8)
+    engine.add(make_request("a", prompt(41), max_tokens=1))
+    stored: set[bytes] = set()
+    while engine.has_work:
+        cache = engine.step().cache
+        stored = (stored | set(cache.stored)) - set(cache.dropped)
+    root = hash_root(engine.model_info.fingerprint, "")
+    keys = hash_prompt(root, prompt(41), page_size=8)
+    assert len(keys) == 5
+    assert set(keys) <= stored
+
+
+def test_the_routers_keys_are_taken_over_and_wrong_ones_are_not():
+    for root, num_cached in ((None, 40), ("another model", 40)):
+        engine, _ = make_engine(page_size=8)
+        fingerprint = engine.model_info.fingerprint if root is None else root
+        keys = hash_prompt(hash_root(fingerprint, ""), prompt(41), page_size=8)
+        given = dataclasses.replace(make_request("a", prompt(41), max_tokens=2), page_keys=keys)
+        engine.add(given)
+        assert output(run(engine)["a"]) == naive_tokens(prompt(41), 2)
+        engine.add(make_request("b", prompt(41), max_tokens=2))
+        assert run(engine)["b"][-1].result.num_cached_tokens == num_cached
+
+
+def test_the_load_tells_what_the_steps_computed():
+    engine, runner = make_engine(max_num_batched_tokens=32)
+    engine.add(make_request("a", prompt(100), max_tokens=5))
+    run(engine)
+    load = engine.load()
+    assert load.num_steps == len(runner.plans)
+    assert load.num_computed_tokens == 100 + 4
+    assert load.num_prefill_tokens == 100
+    assert load.num_prefill_pairs == 100 * 100 // 2
+    assert load.num_context_tokens == 100 + 101 + 102 + 103
+    assert load.busy_s > 0
+    engine.add(make_request("b", prompt(50), max_tokens=5))
+    assert (engine.load().num_waiting_tokens, engine.load().num_pending_pairs) == (50, 1250)
+    engine.abort("b")
+    assert engine.load().num_waiting_tokens == 0
 
 
 def test_preempted_sequences_give_the_same_tokens():

@@ -234,9 +234,10 @@ async def test_sampling_parameters_reach_the_engine(make_server: MakeServer) -> 
             ignore_eos=True,
             cache_salt="s",
         ),
-        {"traceparent": "00-1-2-01"},
+        {"traceparent": "00-1-2-01", "x-slo-ttft-ms": "1500", "x-priority": "1"},
     )
     [call] = server.fake.calls
+    assert (call.hints.ttft_target_s, call.priority) == (1.5, 1)
     assert call.sampling == SamplingParams(
         temperature=0.5,
         top_p=0.9,

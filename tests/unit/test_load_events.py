@@ -14,7 +14,7 @@ from app.router.event_sink import EventSink, LoadEvent
 from app.token_sink import TokenSink
 from replicas.frames import FrameKind, pack_frame
 from replicas.load_events import LoadEvents
-from replicas.wire import ModelInfo, ReplicaLoad
+from replicas.wire import CacheChange, ModelInfo, ReplicaLoad
 from tests.fakes import TcpProxy
 
 MODEL = ModelInfo(
@@ -106,6 +106,25 @@ async def test_a_page_for_the_next_token_is_no_news_but_a_share_of_them_is(
     latest = subscription.heard[-1]
     assert isinstance(latest, LoadChanged)
     assert latest.load.num_free_pages == 629
+
+
+async def test_page_changes_go_with_events_and_a_report_names_every_page(
+    subscription: Subscription,
+) -> None:
+    first, second = b"a" * 16, b"b" * 16
+    subscription.load = dataclasses.replace(subscription.load, num_running=1)
+    subscription.events.on_step(subscription.load, CacheChange((first, second)))
+    await until(lambda: len(subscription.heard) == 2)
+    subscription.load = dataclasses.replace(subscription.load, num_running=2)
+    subscription.events.on_step(subscription.load, CacheChange(dropped=(first,)))
+    await until(lambda: len(subscription.heard) == 3)
+    changes = [event.cache for event in subscription.heard[1:]]  # type: ignore[union-attr]
+    assert changes == [CacheChange((first, second)), CacheChange(dropped=(first,))]
+    subscription.sink.reset("replica")
+    await until(lambda: len(subscription.heard) == 4)
+    report = subscription.heard[3]
+    assert isinstance(report, ReplicaReported)
+    assert report.cached_pages == (second,)
 
 
 async def test_a_reset_link_comes_back_with_a_report(subscription: Subscription) -> None:

@@ -4,7 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from replicas.engine.page_allocator import NULL_PAGE, PageAllocator, hash_page, hash_root
+from replicas.engine.page_allocator import NULL_PAGE, PageAllocator
+from replicas.page_keys import hash_page, hash_root
 
 
 def chain(length: int, salt: str = "") -> list[bytes]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,8 +35,9 @@ from app.router.core import (
     Send,
     Ticked,
 )
+from app.router.cost import water_level
 from replicas.errors import DeadlineExceeded, EngineDead, EngineNotReady, Overloaded
-from replicas.wire import ReplicaLoad
+from replicas.wire import CacheChange, ReplicaLoad
 
 IDLE = ReplicaLoad(num_slots=4, num_free_pages=100, num_pages=100, page_size=16)
 
@@ -115,14 +118,16 @@ def test_an_ending_frees_its_slot_at_once_although_the_last_load_still_shows_it(
     assert sends(core.on(RequestEnded("r0"), 0.2)) == {"next": "a"}
 
 
-def test_a_prompt_waits_for_pages_and_nothing_overtakes_it() -> None:
+def test_a_prompt_waits_for_pages_and_is_overtaken_by_shorter_ones_only_for_a_while() -> None:
     core = make_core("a")
     core.on(arrived("running", num_prompt_tokens=16 * 80), 0.0)
     assert core.on(arrived("big", num_prompt_tokens=16 * 40), 0.0) == []
-    assert core.on(arrived("small"), 0.0) == []
-    core.on(LoadChanged("a", 1, IDLE), 0.1)
-    assert sends(core.on(RequestEnded("running"), 0.2)) == {}
-    assert core.num_booked == 2, "the load event had already freed the pages"
+    assert sends(core.on(arrived("small"), 0.0)) == {"small": "a"}
+    assert core.on(arrived("late"), 5.0) == [], "nothing takes the pages that it waits for"
+    core.on(RequestEnded("small"), 5.0)
+    core.on(LoadChanged("a", 1, IDLE), 5.1)
+    assert core.num_queued == 0
+    assert sends(core.on(RequestEnded("running"), 5.2)) == {}
 
 
 def test_an_idle_replica_takes_even_what_does_not_fit() -> None:
@@ -270,6 +275,109 @@ def test_the_limits_are_validated() -> None:
         RouterConfig(replica_wait_s=-1)
 
 
+CHAIN = tuple(bytes([n]) * 16 for n in range(200))
+BIG = ReplicaLoad(
+    num_slots=64, num_free_pages=9000, num_pages=9000, page_size=16, max_chunk_tokens=512
+)
+
+
+def prompt_of(num_pages: int, request_id: str = "r", **extras: object) -> RequestArrived:
+    return arrived(
+        request_id, num_prompt_tokens=16 * num_pages + 1, page_keys=CHAIN[:num_pages], **extras
+    )
+
+
+def test_a_prompt_goes_where_its_pages_are() -> None:
+    core = make_core("a", "b", "c", load=BIG)
+    core.on(LoadChanged("b", 1, BIG, CacheChange(stored=CHAIN[:100])), 0.0)
+    for number in range(10):
+        assert sends(core.on(prompt_of(100, f"r{number}"), 1.0 + number)) == {f"r{number}": "b"}
+        core.on(RequestEnded(f"r{number}"), 1.5 + number)
+    core.on(LoadChanged("b", 2, BIG, CacheChange(dropped=CHAIN[:100])), 20.0)
+    found: set[str] = set()
+    for number in range(30):
+        found |= set(sends(core.on(prompt_of(100, f"s{number}"), 21.0)).values())
+        core.on(RequestEnded(f"s{number}"), 21.0)
+    assert found == {"a", "b", "c"}, "evicted: nobody is better than another"
+
+
+def test_a_hit_does_not_outweigh_a_queue() -> None:
+    core = make_core("a", "b", load=BIG)
+    core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN[:5])), 0.0)
+    targets = [sends(core.on(prompt_of(20, f"r{n}"), 0.0))[f"r{n}"] for n in range(40)]
+    assert targets[0] == "a"
+    assert targets.count("b") >= 10, "a prefix that everyone shares does not draw everyone"
+
+
+def test_a_gap_in_the_events_is_repaired_by_a_snapshot_of_the_cache() -> None:
+    core = make_core("a", "b", load=BIG)
+    core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN[:100])), 0.0)
+    assert core.on(LoadChanged("a", 3, BIG), 0.0) == [Resubscribe("a")]
+    core.on(ReplicaReported("a", 3, BIG, CHAIN[:3]), 0.0)
+    core.on(LoadChanged("b", 1, BIG, CacheChange(stored=CHAIN[:100])), 0.0)
+    assert sends(core.on(prompt_of(100), 1.0)) == {"r": "b"}
+
+
+def test_a_replica_that_died_and_another_in_its_place_share_no_pages() -> None:
+    core = make_core("a", load=BIG)
+    core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN[:100])), 0.0)
+    core.on(ReplicaRemoved("a"), 0.0)
+    core.on(ReplicaReported("b", 0, BIG), 0.0)
+    core.on(ReplicaReported("c", 0, BIG, CHAIN[:50]), 0.0)
+    assert sends(core.on(prompt_of(100), 1.0)) == {"r": "c"}
+
+
+def test_what_cannot_meet_its_target_is_refused_with_the_time_to_come_back() -> None:
+    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=400_000)
+    core = make_core("a", load=busy, max_backlog_s=60.0)
+    (action,) = core.on(arrived("r", ttft_target_s=2.0), 0.0)
+    assert isinstance(action, Fail)
+    assert isinstance(action.error, Overloaded)
+    assert action.error.retry_after_s == pytest.approx(400_000 * 70e-6 - 2, rel=0.2)
+    assert sends(core.on(arrived("patient", ttft_target_s=60.0), 0.0)) == {"patient": "a"}
+
+
+def test_a_backlog_keeps_requests_in_the_router_until_it_is_worked_off() -> None:
+    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=400_000)
+    core = make_core("a", load=busy)
+    assert core.on(arrived("r"), 0.0) == []
+    assert core.on(arrived("s", ttft_target_s=60.0), 0.0) == []
+    assert sends(core.on(LoadChanged("a", 1, BIG), 1.0)) == {"r": "a", "s": "a"}
+
+
+def test_queued_work_past_its_target_gets_a_deadline_error() -> None:
+    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=35_000)
+    core = make_core("a", load=busy)
+    core.on(arrived("r", ttft_target_s=3.0), 0.0)
+    assert core.next_wakeup() == 3.0
+    assert failures(core.on(Ticked(is_second=False), 3.0)) == {"r": DeadlineExceeded}
+
+
+def test_a_replica_that_decodes_too_slowly_is_avoided() -> None:
+    crowded = dataclasses.replace(
+        BIG, num_running=40, num_decodes=40, num_decode_context_tokens=2_000_000
+    )
+    loaded = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=10_000)
+    core = make_core("a", "b", load=crowded)
+    core.on(LoadChanged("b", 1, loaded), 0.0)
+    assert sends(core.on(arrived("r", tpot_target_s=0.03), 0.0)) == {"r": "b"}
+
+
+def test_tenants_that_wait_take_turns() -> None:
+    core = make_core("a", load=dataclasses.replace(BIG, num_slots=1), max_waiting_per_replica=0)
+    core.on(arrived("running"), 0.0)
+    for number in range(20):
+        core.on(arrived(f"heavy{number}", tenant="h"), 0.0)
+    core.on(arrived("light0", tenant="l"), 0.1)
+    core.on(arrived("light1", tenant="l"), 0.1)
+    order: list[str] = []
+    last = "running"
+    for _ in range(6):
+        (last,) = sends(core.on(RequestEnded(last), 1.0))
+        order.append(last)
+    assert sum(name.startswith("light") for name in order) == 2
+
+
 class RouterMachine(RuleBasedStateMachine):
     """Any order of events; the test keeps its own books from the actions alone."""
 
@@ -413,16 +521,16 @@ class RouterMachine(RuleBasedStateMachine):
                 assert self.core.next_wakeup() <= request.deadline
 
     @invariant()
-    def the_first_in_line_waits_only_without_credit(self) -> None:
-        def order(item: tuple[str, RequestArrived]) -> tuple[int, int]:
-            return item[1].priority, int(item[0][1:])
-
-        for _, request in sorted(self.waiting.items(), key=order)[:1]:
-            for replica_id, view in self.core.routable.items():
-                if replica_id not in request.excluded:
-                    assert view.free_slots(max_waiting=1) <= 0 or not view.has_pages_for(
-                        request.num_prompt_tokens
-                    )
+    def the_largest_waits_only_without_credit(self) -> None:
+        """Others may wait behind it for its pages, in whatever order."""
+        if not self.waiting:
+            return
+        largest = max(self.waiting.values(), key=lambda request: request.num_prompt_tokens)
+        for replica_id, view in self.core.routable.items():
+            if replica_id not in largest.excluded:
+                assert view.free_slots(max_waiting=1) <= 0 or not view.has_pages_for(
+                    largest.num_prompt_tokens
+                )
 
 
 TestRouterMachine = RouterMachine.TestCase
@@ -453,3 +561,9 @@ def test_time_is_only_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     core.on(arrived("r", deadline=5.0), 0.0)
     core.on(RequestEnded("r"), 1.0)
     core.on(Ticked(), 2.0)
+
+
+def test_what_other_routers_may_have_sent_makes_the_emptiest_replicas_equal() -> None:
+    assert water_level(np.array([0.0, 1.0, 5.0]), 3.0) == pytest.approx(2.0)
+    assert water_level(np.array([4.0, 0.0]), 1.0) == pytest.approx(1.0)
+    assert water_level(np.array([2.0, 2.0]), 6.0) == pytest.approx(5.0)

@@ -1,0 +1,223 @@
+"""All replicas of a router, as views to change and as arrays to decide by.
+
+Pure. A decision looks at every replica; at a thousand of them only arrays are fast enough.
+Invariant: after `refresh(view)` the arrays say what the view says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from app.router.replica_view import ReplicaView
+from app.router.step_model import StepModel
+from replicas.wire import ReplicaLoad
+
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
+
+SLOWNESS_WEIGHT = 0.05
+MIN_FOREIGN_SHARE = 0.25
+"""With fewer requests of others, these are our own that have just ended."""
+PREFILL_SHARE_S = 10.0
+"""Window of `ReplicaView.prefill_share`."""
+
+_COLUMNS = (
+    "free_slots",
+    "free_tokens",
+    "outstanding",
+    "booked_tokens",
+    "foreign",
+    "page_size",
+    "used_share",
+    "share_per_token",
+    "chunk_tokens",
+    "context",
+    "coming_context",
+    "decodes",
+    "pending_tokens",
+    "pending_pairs",
+    "claimed_tokens",
+    "claimed_pairs",
+    "loaded_at",
+    "slowness",
+    "prefill_share",
+    "step_s",
+    "token_s",
+    "pair_s",
+    "free_at",
+    "claimed_s",
+)
+
+EMPTY_ROW = np.array([1.0 if name in ("chunk_tokens", "slowness") else 0.0 for name in _COLUMNS])
+"""Of a row without a replica: counts for nothing, and can be divided by."""
+
+
+class Fleet:
+    """The replicas that a router knows.
+
+    Attributes:
+        views: by replica id.
+        model: how long steps take; shared, since all replicas run one model.
+        is_routable: bool [rows]; rows without a replica are False.
+        Each name of `_COLUMNS` is an f64 [rows]: see `refresh`.
+    """
+
+    free_slots: Floats
+    free_tokens: Floats
+    outstanding: Floats
+    booked_tokens: Floats
+    foreign: Floats
+    page_size: Floats
+    used_share: Floats
+    share_per_token: Floats
+    chunk_tokens: Floats
+    context: Floats
+    coming_context: Floats
+    decodes: Floats
+    pending_tokens: Floats
+    pending_pairs: Floats
+    claimed_tokens: Floats
+    claimed_pairs: Floats
+    loaded_at: Floats
+    slowness: Floats
+    prefill_share: Floats
+    step_s: Floats
+    token_s: Floats
+    pair_s: Floats
+    free_at: Floats
+    claimed_s: Floats
+
+    def __init__(self, *, max_waiting_per_replica: int, model: StepModel | None = None) -> None:
+        self.views: dict[str, ReplicaView] = {}
+        self.model = model or StepModel()
+        self._max_waiting = max_waiting_per_replica
+        self._view_of: list[ReplicaView | None] = []
+        self._free_rows: list[int] = []
+        self._table: Floats = np.zeros((len(_COLUMNS), 0))
+        self.is_routable: Bools = np.zeros(0, np.bool_)
+        self._grow(8)
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the arrays; at least the number of replicas."""
+        return len(self._view_of)
+
+    def add(self, replica_id: str) -> ReplicaView:
+        """Return the replica's view, made when it is new."""
+        view = self.views.get(replica_id)
+        if view is None:
+            if not self._free_rows:
+                self._grow(2 * self.num_rows)
+            view = ReplicaView(replica_id, self._free_rows.pop())
+            self.views[replica_id] = view
+            self._view_of[view.row] = view
+            self.refresh(view)
+        return view
+
+    def remove(self, view: ReplicaView) -> None:
+        """Forget a replica; its row is used again."""
+        del self.views[view.replica_id]
+        self._view_of[view.row] = None
+        self.is_routable[view.row] = False
+        self._table[:, view.row] = EMPTY_ROW
+        self._free_rows.append(view.row)
+
+    def view_of(self, row: int) -> ReplicaView:
+        """Return the view of a row that has one."""
+        view = self._view_of[row]
+        assert view is not None, row
+        return view
+
+    def update(self, view: ReplicaView, load: ReplicaLoad, sequence: int, now: float) -> None:
+        """Take a replica's load, and learn from the steps that it has made."""
+        before = view.load
+        ratio = self.model.observe(before, load) if before.num_steps else None
+        if ratio is not None:
+            ratio = min(max(ratio, 0.1), 10.0)
+            view.slowness *= math.exp(SLOWNESS_WEIGHT * math.log(ratio / view.slowness))
+            costs = self.model.costs
+            prefill_s = costs.token * (load.num_prefill_tokens - before.num_prefill_tokens)
+            prefill_s += costs.pair * (load.num_prefill_pairs - before.num_prefill_pairs)
+            elapsed = max(now - view.loaded_at, 1e-3)
+            weight = 1 - math.exp(-elapsed / PREFILL_SHARE_S)
+            share = min(1.0, prefill_s / elapsed)
+            view.prefill_share += weight * (share - view.prefill_share)
+        view.update(load, sequence, now)
+        self.refresh(view)
+
+    def refresh(self, view: ReplicaView) -> None:
+        """Write a view that has changed into its row."""
+        load = view.load
+        free, num_pages = view.num_creditable_pages, max(1, load.num_pages)
+        # Seconds at the model's present costs: a replica reports every second at least, so they
+        # are never much older, and a decision need not work them out for every replica.
+        costs, slowness = self.model.costs, view.slowness
+        step_s = slowness * (costs.step + costs.context * load.num_decode_context_tokens)
+        token_s = slowness * costs.token + step_s / (load.max_chunk_tokens or math.inf)
+        pair_s = slowness * costs.pair
+        pending = load.num_pending_prefill_tokens + load.num_waiting_tokens
+        pending_s = token_s * pending + pair_s * load.num_pending_pairs
+        self.is_routable[view.row] = view.is_routable
+        self._table[:, view.row] = (
+            view.free_slots(max_waiting=self._max_waiting),
+            free * load.page_size if view.num_outstanding and load.page_size else math.inf,
+            view.num_outstanding,
+            view.num_booked_tokens,
+            view.num_foreign,
+            load.page_size,
+            1 - free / num_pages,
+            1 / (max(1, load.page_size) * num_pages),
+            load.max_chunk_tokens or math.inf,
+            load.num_decode_context_tokens,
+            load.num_decode_context_tokens
+            + load.num_pending_prefill_tokens
+            + load.num_waiting_tokens
+            + view.num_claimed_tokens,
+            load.num_decodes,
+            pending,
+            load.num_pending_pairs,
+            view.num_claimed_tokens,
+            view.num_claimed_pairs,
+            view.loaded_at,
+            view.slowness,
+            view.prefill_share,
+            step_s,
+            token_s,
+            pair_s,
+            view.loaded_at + pending_s,
+            token_s * view.num_claimed_tokens + pair_s * view.num_claimed_pairs,
+        )
+
+    def has_pages_for(self, num_prompt_tokens: int) -> Bools:
+        """Which rows have pages for a prompt, see `ReplicaView.has_pages_for`."""
+        return self.free_tokens > num_prompt_tokens  # n // p + 1 <= free, in integers
+
+    def unseen_prefill_s(self, now: float) -> float:
+        """Estimate the prompts that other routers have sent since the replicas reported, seconds.
+
+        From the share of the requests there that are not ours and the replicas' time on prompts.
+        """
+        foreign, outstanding = float(self.foreign.sum()), float(self.outstanding.sum())
+        if foreign < MIN_FOREIGN_SHARE * outstanding or outstanding == 0:
+            return 0.0
+        age = now - float(self.loaded_at.sum()) / len(self.views)
+        return float(self.prefill_share.sum()) * age * foreign / outstanding
+
+    def routable(self) -> Iterator[ReplicaView]:
+        """Yield the replicas that take requests."""
+        return (view for view in self.views.values() if view.is_routable)
+
+    def _grow(self, num_rows: int) -> None:
+        old = self.num_rows
+        self._view_of += [None] * (num_rows - old)
+        self._free_rows += range(num_rows - 1, old - 1, -1)
+        table = np.tile(EMPTY_ROW[:, None], (1, num_rows))
+        table[:, :old] = self._table
+        self._table = table
+        for name, column in zip(_COLUMNS, table, strict=True):
+            setattr(self, name, column)
+        self.is_routable = np.concatenate([self.is_routable, np.zeros(num_rows - old, np.bool_)])

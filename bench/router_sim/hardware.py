@@ -1,0 +1,56 @@
+"""What a modelled replica can do: the seconds that its steps take, and its pages.
+
+The default is a roofline of Llama-3-70B in bf16 on a v6e-8 host, not a measurement: compare
+policies by it, do not read its times as ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Speed and size of a replica.
+
+    Attributes:
+        overhead_s: of every step.
+        weights_s: reading the weights once; hidden behind the arithmetic of many tokens.
+        token_s: arithmetic of one token.
+        pair_s: a prompt token attending to one position.
+        context_s: a decode row reading one position.
+        chunk_tokens: prompt tokens of a step, counted at position 0; later ones count more, as in
+            `replicas.engine.scheduler.PrefillBudget`.
+        break_even_context: position at which they count double.
+        num_slots: sequences at once.
+        num_pages: of `traces.PAGE_SIZE` tokens, on the device.
+        num_host_pages: pages in host memory behind them.
+        fetch_s: one page from host to device.
+        start_s: from the order for a replica to its first report.
+    """
+
+    overhead_s: float = 1.5e-3
+    weights_s: float = 11e-3
+    token_s: float = 42e-6
+    pair_s: float = 0.8e-9
+    context_s: float = 3.6e-8
+    chunk_tokens: int = 2048
+    break_even_context: int = 52_500
+    num_slots: int = 64
+    num_pages: int = 655
+    num_host_pages: int = 0
+    fetch_s: float = 3.3e-3
+    start_s: float = 90.0
+
+    def step_s(self, num_tokens: int, num_pairs: float, num_context: float) -> float:
+        """Duration of one step."""
+        return (
+            self.overhead_s
+            + max(self.weights_s, self.token_s * num_tokens)
+            + self.pair_s * num_pairs
+            + self.context_s * num_context
+        )
+
+
+HBM_ONLY = Hardware()
+HOST_TIER = Hardware(num_host_pages=3345)

@@ -1,0 +1,205 @@
+"""The router simulator: replicas in known time, conservation under faults, repeatability."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from app.router.cost import PredictedCost
+from bench.router_sim.experiment import Experiment, capacity, repeat
+from bench.router_sim.hardware import HBM_ONLY, HOST_TIER, Hardware
+from bench.router_sim.page_cache import PageCache
+from bench.router_sim.policies import POLICIES, LeastTokens, LongestPrefix, RoundRobin
+from bench.router_sim.replica import SimReplica, SimSequence
+from bench.router_sim.simulation import Outcome, Scenario, Simulation
+from bench.router_sim.traces import PAGE_SIZE, SimRequest, load, replay
+
+SMALL = Hardware(num_slots=8, num_pages=60)
+
+
+def drive(
+    replica: SimReplica, arrivals: list[tuple[float, SimSequence]], until: float = math.inf
+) -> None:
+    """Give a replica sequences at given times and run it to the end."""
+    pending = list(arrivals)
+    while pending or replica.wakes_at < math.inf:
+        if pending and pending[0][0] <= replica.wakes_at:
+            at, sequence = pending.pop(0)
+            replica.submit(sequence, at)
+        else:
+            replica.wake(replica.wakes_at)
+            replica.pages.check()
+
+
+def sequence(
+    name: str, prompt: int, output: int, log: dict[str, list[float]], keys: tuple[bytes, ...] = ()
+) -> SimSequence:
+    times = log.setdefault(name, [])
+    return SimSequence(name, prompt, output, keys, times.append, times.append)
+
+
+def test_one_request_takes_its_steps_time() -> None:
+    log: dict[str, list[float]] = {}
+    hardware = HBM_ONLY
+    drive(SimReplica("r", hardware), [(1.0, sequence("a", 1000, 11, log))])
+    first = hardware.step_s(1000, 1000 * 1000 / 2, 0)
+    decode = sum(hardware.step_s(1, 0, 1000 + n) for n in range(1, 11))
+    assert log["a"] == [pytest.approx(1 + first), pytest.approx(1 + first + decode)]
+
+
+def test_an_arrival_waits_for_the_running_step_only() -> None:
+    log: dict[str, list[float]] = {}
+    hardware = HBM_ONLY
+    replica = SimReplica("r", hardware)
+    drive(replica, [(0.0, sequence("a", 100, 400, log)), (1.0, sequence("b", 100, 2, log))])
+    step = hardware.step_s(1, 0, 200)
+    chunk = hardware.step_s(101, 100 * 50, 200)
+    assert log["b"][0] - 1.0 < 1.05 * (step + chunk)
+    assert replica.load().num_computed_tokens == 100 + 100 + 399 + 1
+
+
+def test_pages_run_out_and_the_youngest_is_computed_again() -> None:
+    log: dict[str, list[float]] = {}
+    replica = SimReplica("r", Hardware(num_slots=8, num_pages=9))
+    drive(replica, [(0.0, sequence(name, 1500, 1500, log)) for name in "abc"])
+    assert replica.num_preemptions > 0
+    assert all(len(times) == 2 for times in log.values())
+    assert replica.pages.num_free == 9
+    assert replica.load().num_running == 0
+
+
+def test_the_prefix_cache_and_the_host_tier_save_prompts() -> None:
+    keys = tuple(bytes([n]) for n in range(20))
+    ttft: dict[str, list[float]] = {}
+    for name, hardware in (("none", SMALL), ("host", Hardware(num_pages=60, num_host_pages=100))):
+        log: dict[str, list[float]] = {}
+        other = tuple(bytes([100, n]) for n in range(55))
+        replica = SimReplica("r", hardware)
+        again = sequence("again", 20 * PAGE_SIZE + 1, 1, log, keys)
+        drive(
+            replica,
+            [
+                (0.0, sequence("first", 20 * PAGE_SIZE + 1, 1, log, keys)),
+                (5.0, sequence("hit", 20 * PAGE_SIZE + 1, 1, log, keys)),
+                (10.0, sequence("evicts", 55 * PAGE_SIZE + 1, 1, log, other)),
+                (20.0, again),
+            ],
+        )
+        ttft[name] = [log["first"][0], log["hit"][0] - 5, log["again"][0] - 20]
+    assert ttft["none"][1] < 0.1 * ttft["none"][0]
+    assert ttft["none"][2] > 0.5 * ttft["none"][0]
+    assert ttft["host"][2] < 0.3 * ttft["host"][0]
+
+
+def test_a_page_cache_tells_what_it_holds() -> None:
+    cache = PageCache(4, num_host_pages=2)
+    held: set[bytes] = set()
+    for number in range(10):
+        assert cache.take((), 3)
+        keys = [bytes([number, page]) for page in range(3)]
+        assert all(cache.register(key) for key in keys)
+        cache.release(keys, 0)
+        cache.check()
+        stored, dropped, _, _ = cache.take_changes()
+        held = (held | set(stored)) - set(dropped)
+        assert held == set(cache.snapshot()[0])
+    assert len(cache.snapshot()[1]) == 2
+
+
+def run(scenario: Scenario, requests: list[SimRequest], policy: str = "ours") -> Outcome:
+    return Simulation(scenario, requests, POLICIES[policy]).run()
+
+
+def requests(count: int = 150, rate: float = 4.0) -> list[SimRequest]:
+    return replay("conversation", rate=rate, num_requests=count, seed=3)
+
+
+@pytest.mark.parametrize("tier", [HBM_ONLY, HOST_TIER])
+def test_every_request_ends_once_whatever_is_lost(tier: Hardware) -> None:
+    scenario = Scenario(
+        num_replicas=4,
+        num_routers=2,
+        hardware=dataclasses.replace(tier, num_pages=400, start_s=5.0),
+        event_loss=0.2,
+        deaths=((10.0, 0), (15.0, 1)),
+        seed=5,
+    )
+    outcome = run(scenario, requests())
+    assert all(record.error is None for record in outcome.records)
+    assert all(record.ended_at < math.inf for record in outcome.records)
+    assert any(record.num_attempts for record in outcome.records), "nobody was on the dead ones"
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
+    def times(seed: int) -> list[float]:
+        scenario = Scenario(num_replicas=4, hardware=HBM_ONLY, event_loss=0.1, seed=seed)
+        return [record.first_token_at for record in run(scenario, requests()).records]
+
+    assert times(1) == times(1)
+    assert times(1) != times(2)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_every_policy_serves_everybody_at_low_load(policy: str) -> None:
+    scenario = Scenario(num_replicas=4, hardware=HBM_ONLY)
+    outcome = run(scenario, requests(60, 1.0), policy)
+    assert all(record.error is None for record in outcome.records)
+
+
+def test_a_prefix_that_everyone_shares_does_not_send_everyone_to_one_replica() -> None:
+    shared = replay("conversation", rate=4.0, num_requests=200, seed=3)
+    scenario = Scenario(num_replicas=4, hardware=HBM_ONLY)
+    ours = run(scenario, shared).num_sent
+    assert max(ours.values()) < 1.6 * 200 / 4
+    longest = Simulation(scenario, shared, LongestPrefix).run().num_sent
+    assert max(longest.values()) > max(ours.values())
+
+
+def test_what_cannot_meet_its_target_is_refused_early() -> None:
+    scenario = Scenario(num_replicas=2, hardware=HBM_ONLY, are_targets_told=True)
+    outcome = run(scenario, requests(200, 8.0))
+    refused = [record for record in outcome.records if record.error is not None]
+    served = [record for record in outcome.records if record.error is None]
+    assert refused
+    assert sum(record.ttft_s > 6.5 for record in served) < 0.1 * len(served)
+
+
+def test_traces_keep_their_prefixes_rates_and_order() -> None:
+    assert len(load("conversation")) == 12_031
+    rows = replay("conversation", rate=10.0, num_requests=12_000, seed=0)
+    assert [row.arrived_at for row in rows] == sorted(row.arrived_at for row in rows)
+    assert rows[-1].arrived_at == pytest.approx(1200, rel=0.15)
+    assert len({row.arrived_at for row in rows}) == len(rows), "jittered"
+    assert len({row.page_keys[0] for row in rows if row.page_keys}) == 1
+    copies = replay("conversation", rate=10.0, num_requests=1000, copies=4, seed=1)
+    seconds = {row.page_keys[1] for row in copies if len(row.page_keys) > 1}
+    assert len({row.page_keys[0] for row in copies if row.page_keys}) == 1
+    assert len(seconds) > 500
+    assert not any(len(set(row.page_keys)) < len(row.page_keys) for row in copies)
+
+
+def test_results_are_means_and_ranges_over_seeds() -> None:
+    experiment = Experiment(num_requests=40, num_replicas=2, rate=1.0)
+    result = repeat(experiment, (1, 2))
+    low, high = result["range"]["ttft_p50_s"]
+    assert low <= result["mean"]["ttft_p50_s"] <= high
+    assert low < high
+
+
+def test_capacity_is_the_rate_where_the_goal_is_just_met() -> None:
+    experiment = Experiment(trace="azure-code", num_requests=150, num_replicas=1)
+    rate = capacity(experiment, 1, low=0.5, high=64.0, resolution=0.1)
+    assert 0.5 < rate < 64.0
+
+
+def test_round_robin_takes_turns() -> None:
+    scenario = Scenario(num_replicas=5, hardware=HBM_ONLY)
+    sent = Simulation(scenario, requests(50, 0.5), RoundRobin).run().num_sent
+    assert set(sent.values()) == {10}
+
+
+def test_policies_are_the_cores_own_or_the_fields() -> None:
+    assert POLICIES["ours"] is PredictedCost
+    assert POLICIES["least-tokens"] is LeastTokens
