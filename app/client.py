@@ -168,7 +168,7 @@ class LLMClient:
                         yield delta
                         continue
                     result = _whole(delta.result, len(prompt), len(received))
-                    yield dataclasses.replace(delta, result=result)
+                    yield delta._replace(result=result)
                     return
             except _AttemptLostError as lost:
                 if len(received) == sampling.max_tokens:

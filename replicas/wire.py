@@ -11,6 +11,7 @@ import enum
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities a request may ask for, per token."""
@@ -261,8 +262,7 @@ class GenerateResult:
     queue_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDelta:
+class TokenDelta(NamedTuple):
     """New tokens of one request, in one engine step.
 
     Attributes:

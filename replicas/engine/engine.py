@@ -254,6 +254,15 @@ class Engine[StepT]:
 
     def _postprocess(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
         self._num_draft_tokens += output.num_draft_tokens
+        if output.logprobs:
+            return self._append_with_logprobs(plan, output)
+        return [
+            self._append(part, token_ids)
+            for part, token_ids in zip(plan.scheduled, output.token_ids, strict=True)
+            if part.samples and part.sequence.status is not SequenceStatus.FINISHED
+        ]
+
+    def _append_with_logprobs(self, plan: StepPlan, output: StepOutput) -> list[TokenDelta]:
         deltas: list[TokenDelta] = []
         for index, part in enumerate(plan.scheduled):
             if part.sequence.status is SequenceStatus.FINISHED:
@@ -262,9 +271,7 @@ class Engine[StepT]:
             prompt_logprobs = self._new_prompt_logprobs(part.sequence, logprobs.prompt)
             if part.samples:
                 delta = self._append(part, output.token_ids[index], logprobs.output)
-                if prompt_logprobs is not None:
-                    delta = replace(delta, prompt_logprobs=prompt_logprobs)
-                deltas.append(delta)
+                deltas.append(delta._replace(prompt_logprobs=prompt_logprobs))
             elif prompt_logprobs is not None:
                 deltas.append(
                     TokenDelta(
@@ -289,49 +296,44 @@ class Engine[StepT]:
         return new
 
     def _append(
-        self, part: ScheduledSequence, token_ids: list[int], logprobs: TokenLogprobs | None
+        self,
+        part: ScheduledSequence,
+        token_ids: list[int],
+        logprobs: TokenLogprobs | None = None,
     ) -> TokenDelta:
         """Take in a sequence's new tokens; those behind the one that ends it are dropped."""
         sequence = part.sequence
         sequence.num_inflight -= 1
         sequence.num_inflight_drafts -= part.num_drafts
-        first, reason = len(sequence.token_ids), None
+        known, reason = sequence.token_ids, None
+        first = len(known)
         for token_id in token_ids:
-            sequence.token_ids.append(token_id)
-            reason = self._finish_reason(sequence, token_id)
-            if reason is not None:
+            known.append(token_id)
+            if token_id in sequence.stop_token_ids:
+                reason = FinishReason.STOP
                 break
-        num_new = len(sequence.token_ids) - first
+            if len(known) >= sequence.max_total_tokens:
+                reason = FinishReason.LENGTH
+                break
+        num_new = len(known) - first
         self._num_output_tokens += num_new
         self._num_accepted_tokens += num_new - 1
         new = tuple(token_ids[:num_new])
+        start = first - sequence.first_output
         if logprobs is not None:
-            start = sequence.request.output_offset + sequence.num_output_tokens - num_new
             logprobs = replace(logprobs.head(num_new), start=start)
         if reason is not None:
             self.scheduler.finish(sequence)
             del self._sequences[sequence.request.request_id]
-            return replace(self._end_delta(sequence, new, reason), logprobs=logprobs)
+            return self._end_delta(sequence, new, reason)._replace(logprobs=logprobs)
         if sequence.status is SequenceStatus.RUNNING:
             # Accepted drafts have been computed beside the token before them.
             sequence.num_computed_tokens += num_new - 1
-        return TokenDelta(
-            request_id=sequence.request.request_id,
-            start_index=sequence.request.output_offset + sequence.num_output_tokens - num_new,
-            token_ids=new,
-            logprobs=logprobs,
-        )
+        return TokenDelta(sequence.request.request_id, start, new, logprobs=logprobs)
 
     def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         eos_token_ids = () if sampling.ignore_eos else self.model_info.eos_token_ids
         return frozenset(eos_token_ids) | frozenset(sampling.stop_token_ids)
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        if token_id in sequence.stop_token_ids:
-            return FinishReason.STOP
-        if len(sequence.token_ids) >= sequence.max_total_tokens:
-            return FinishReason.LENGTH
-        return None
 
     def _end_delta(
         self, sequence: Sequence, token_ids: tuple[int, ...], reason: FinishReason

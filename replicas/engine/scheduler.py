@@ -242,7 +242,8 @@ class Scheduler:
         if not rows:
             return None
         for row in rows:
-            self.register_full_pages(row.sequence)
+            if row.sequence.num_computed_tokens >= row.sequence.next_page_end:
+                self.register_full_pages(row.sequence)
         return StepPlan(
             scheduled=tuple(rows),
             num_tokens=sum(row.num_tokens for row in rows),
@@ -263,7 +264,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.is_decodable and self._reserve(sequence):
                 num_drafts = self._reserve_drafts(sequence, max_drafts) if max_drafts else 0
-                rows.append(self._take(sequence, 1, num_drafts))
+                rows.append(self._take_decode(sequence, num_drafts))
         return rows
 
     def _drafts_per_sequence(self) -> int:
@@ -291,7 +292,7 @@ class Scheduler:
             if budget.is_spent:
                 break
             if sequence.has_work:
-                rows.append(self._take(sequence, budget.take(sequence)))
+                rows.append(self._take_chunk(sequence, budget.take(sequence)))
 
     def _admit(self, rows: list[ScheduledSequence], budget: PrefillBudget) -> None:
         while (
@@ -303,7 +304,7 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             self._forget_waiting(sequence)
-            rows.append(self._take(sequence, budget.take(sequence)))
+            rows.append(self._take_chunk(sequence, budget.take(sequence)))
 
     def _peek_waiting(self) -> Sequence | None:
         while self._waiting:
@@ -385,23 +386,23 @@ class Scheduler:
             sequence.page_ids += pages
         return wanted
 
-    def _take(self, sequence: Sequence, count: int, num_drafts: int = 0) -> ScheduledSequence:
-        """Advance a sequence by `count` tokens, of which the last may have drafts behind it."""
+    def _take_decode(self, sequence: Sequence, num_drafts: int) -> ScheduledSequence:
+        """Advance a sequence by its newest token, which may have drafts behind it."""
+        start = sequence.num_computed_tokens
+        sequence.num_computed_tokens = start + 1
+        sequence.num_inflight += 1
+        sequence.num_inflight_drafts += num_drafts
+        assert sequence.slot is not None
+        return ScheduledSequence(sequence, sequence.slot, start, 1 + num_drafts, True, num_drafts)
+
+    def _take_chunk(self, sequence: Sequence, count: int) -> ScheduledSequence:
+        """Advance a sequence by `count` tokens of its prompt."""
         start = sequence.num_computed_tokens
         sequence.num_computed_tokens += count
         samples = sequence.num_computed_tokens == sequence.num_tokens
-        if samples:
-            sequence.num_inflight += 1
-            sequence.num_inflight_drafts += num_drafts
+        sequence.num_inflight += samples
         assert sequence.slot is not None
-        return ScheduledSequence(
-            sequence=sequence,
-            slot=sequence.slot,
-            start=start,
-            num_tokens=count + num_drafts,
-            samples=samples,
-            num_drafts=num_drafts,
-        )
+        return ScheduledSequence(sequence, sequence.slot, start, count, samples)
 
     def _leave_slot(self, sequence: Sequence, status: SequenceStatus) -> None:
         assert sequence.slot is not None

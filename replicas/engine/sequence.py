@@ -37,8 +37,11 @@ class Sequence:
         num_inflight_drafts: drafts that those steps verify: the most tokens that they may produce
             beyond `num_inflight`.
         page_ids: pages that hold [0, num_computed_tokens) and the room reserved after it.
+        next_page_end: computed tokens from which on a page is full that is not registered.
         slot: row of the device's slot state while running, else None.
         arrival_s: clock at arrival, seconds.
+        first_output: position of the first output token; before a migration's own, which its prompt
+            holds.
         first_step_s: clock at the first step that contained it, or None.
         num_admissions: how often it got a slot; more than 1 after a preemption.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
@@ -53,8 +56,10 @@ class Sequence:
         "_page_keys",
         "_root_key",
         "arrival_s",
+        "first_output",
         "first_step_s",
         "max_total_tokens",
+        "next_page_end",
         "next_prompt_logprob",
         "num_admissions",
         "num_cached_tokens",
@@ -86,11 +91,13 @@ class Sequence:
         self.stop_token_ids = stop_token_ids
         self.token_ids = array("i", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.first_output = self.num_prompt_tokens - request.output_offset
         self.max_total_tokens = max_total_tokens
         self.num_computed_tokens = 0
         self.num_inflight = 0
         self.num_inflight_drafts = 0
         self.page_ids: list[int] = []
+        self.next_page_end = 0
         self.slot: int | None = None
         self.status = SequenceStatus.WAITING
         self.arrival_s = arrival_s
@@ -129,11 +136,6 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @property
-    def first_output(self) -> int:
-        """Position of the first output token; before a migration's own, which its prompt holds."""
-        return self.num_prompt_tokens - self.request.output_offset
 
     @property
     def max_cached_tokens(self) -> int:
@@ -196,6 +198,7 @@ class Sequence:
             return []
         keys = self.page_keys(page_size=page_size, num_tokens=num_valid)
         self._num_registered_pages = len(keys)
+        self.next_page_end = (len(keys) + 1) * page_size
         return [(self.page_ids[i], keys[i]) for i in range(first, len(keys))]
 
     def start(
@@ -208,6 +211,7 @@ class Sequence:
         self.page_ids = page_ids
         self.num_computed_tokens = num_matched_pages * page_size
         self._num_registered_pages = num_matched_pages
+        self.next_page_end = (num_matched_pages + 1) * page_size
 
     def stop(self, status: SequenceStatus) -> list[int]:
         """Give up slot and pages (returned); the tokens stay, their KV is forgotten."""

@@ -312,7 +312,7 @@ class PackedLayout:
         """Write the parts of one token that a plan begins with; returns how many they are.
 
         By lists, since an array takes 100 ns for each single value: a step of many streams is made
-        of these.
+        of these. What gives prompt logprobs is left to the general way.
         """
         table = self._table
         token_ids: list[int] = []
@@ -321,7 +321,7 @@ class PackedLayout:
         sampled_slots: list[int] = []
         for part in scheduled:
             sequence, slot, start, num_tokens, samples, _ = part
-            if num_tokens != 1:
+            if num_tokens != 1 or sequence.next_prompt_logprob < sequence.num_prompt_tokens:
                 break
             table.update(slot, sequence)
             if start < len(sequence.token_ids):
