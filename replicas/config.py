@@ -304,8 +304,8 @@ class EngineConfig:
         attention: kernel choice; "auto" is native on CPU where a compiler was found, and pallas on
             TPU where the kernels take the model.
         quantization: "int8": matmul weights, the output head's included, become 8-bit integers at
-            load, and so do their inputs, row by row. Embedding, norms, routed experts and cache
-            keep `dtype`.
+            load, and so do their inputs, row by row. Embedding, norms and cache keep `dtype`.
+            Refused for models with experts.
         matmul: kernel of the weights' matmuls; "auto" is native, with weights packed at load, for
             bfloat16 or int8 on one CPU device where a compiler was found.
         speculation: "prompt_lookup": while few sequences run, a step also verifies guesses of the

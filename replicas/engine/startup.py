@@ -35,7 +35,11 @@ from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
 from replicas.models.kv_cache import abstract_kv_pages, bytes_per_page, zeros
 from replicas.models.packing import abstract_packed_params, has_packable_sizes, pack_params
-from replicas.models.quantize import abstract_quantized_params, quantize_params
+from replicas.models.quantize import (
+    abstract_quantized_params,
+    quantize_params,
+    require_quantizable,
+)
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
     kv_pages_sharding,
@@ -101,6 +105,8 @@ def resolve_config(
             raise ValueError(
                 f"kv_cache_bytes {config.kv_cache_bytes} holds no page of {page_bytes} bytes"
             )
+    if config.quantization == "int8":
+        require_quantizable(model_config)
     attention = config.attention
     # A head of another size runs on the reference kernel, slower: the native one has vectors of 8.
     has_native_attention = has_native and model_config.head_dim % NATIVE_HEAD_DIM_MULTIPLE == 0

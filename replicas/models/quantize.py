@@ -17,7 +17,20 @@ from kernels.int8_reference import quantize_weight
 from replicas.config import ModelConfig
 from replicas.models.layer_stack import abstract_stack, stack_layers
 from replicas.models.packing import on_shapes
-from replicas.models.registry import get_family
+from replicas.models.registry import UnsupportedModelError, get_family
+
+
+def require_quantizable(config: ModelConfig) -> None:
+    """Refuse a model that loses too much, or gains too little.
+
+    Raises:
+        UnsupportedModelError: it has experts, whose routers choose others for rounded inputs.
+    """
+    if config.moe is not None:
+        raise UnsupportedModelError(
+            f"quantization = 'int8' is not supported for model_type {config.family!r}, which has "
+            "experts: set it to 'none'"
+        )
 
 
 def quantize_params(
@@ -31,7 +44,11 @@ def quantize_params(
         is_native: in the layout of the native kernel, layers as one `LayerStack`; else each weight
             an `Int8Matrix`.
         rotates: False leaves the rotation out, to measure what it is worth.
+
+    Raises:
+        UnsupportedModelError: see `require_quantizable`.
     """
+    require_quantizable(config)
     rotation = None if rotates else 1
     prepare = get_family(config).prepare_params
     if not is_native:

@@ -312,6 +312,14 @@ def test_gpt_oss_without_rope_keys_has_the_yarn_of_its_class(
     assert (rope.truncates, rope.original_max_position_embeddings) == (False, 4096)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_int8_is_refused(golden_dir: Path, name: str) -> None:
+    config = EngineConfig(model="", num_pages=8, quantization="int8")
+    model_config = load_model_config(golden_dir / name)
+    with pytest.raises(UnsupportedModelError, match="quantization = 'int8'"):
+        resolve_config(config, model_config, platform="cpu", has_native=True)
+
+
 def test_attention_over_latents_has_one_kernel(golden_dir: Path) -> None:
     config = EngineConfig(model="", num_pages=8)
     latent = load_model_config(golden_dir / "deepseek_v3")
