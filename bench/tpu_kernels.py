@@ -15,13 +15,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from bench import llo, tpu_target
+from bench import llo
 from kernels.tpu.decode import decode_attention
 from kernels.tpu.plan import page_windows, plan_decode, plan_prefill, plan_store
 from kernels.tpu.prefill import HEADS_AT_ONCE, prefill_attention
 from kernels.tpu.store import store_pages
 from kernels.tpu.tiling import Tiling, choose_tiling
+from replicas.engine import tpu_topology
+from replicas.engine.tpu_chips import CHIPS
 
+TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 128
 NUM_PAGES, PAGES_PER_SEQ = 2048, 64
 MIB = 1 << 20
@@ -33,7 +36,7 @@ class KernelRow:
 
     Attributes:
         loop: which, and its unit of work.
-        chip: generation, see `tpu_target`.
+        chip: generation, key of `TOPOLOGIES`.
         bundles: per unit, of a pass that no sequence begins or ends in.
         all_bundles: per unit, with all code inside, of which a pass runs a part.
         limit: the slot that needs most bundles, and how many per unit.
@@ -65,7 +68,7 @@ def measure_kernels(directory: Path, generation: str) -> list[KernelRow]:
         page_size=PAGE_SIZE,
         kv_dtype=jnp.bfloat16,
     )
-    chip = tpu_target.chip(generation)
+    chip = CHIPS[generation]
 
     def compile_(name: str, function: Callable[..., Any], num_rows: int) -> tuple[Any, float]:
         started_s = time.monotonic()
@@ -108,7 +111,8 @@ def measure_kernels(directory: Path, generation: str) -> list[KernelRow]:
 
 
 def _compile(generation: str, function: Callable[..., Any], *, num_rows: int) -> None:
-    with tpu_target.target(generation) as devices:
+    devices = tpu_topology.get_devices(TOPOLOGIES[generation])[:1]
+    with tpu_topology.lowering_for(devices):
         sharding = SingleDeviceSharding(devices[0])
 
         def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -19,10 +19,12 @@ from kernels.tpu.decode import decode_attention
 from kernels.tpu.plan import page_windows, plan_decode, plan_prefill, plan_store
 from kernels.tpu.prefill import prefill_attention
 from kernels.tpu.store import store_pages
-from kernels.tpu.tiling import Tiling, choose_tiling
+from kernels.tpu.tiling import BLOCK_KEYS, Tiling, choose_tiling
 
 HEAD_DIM = 128
 """The head size that the kernels take: one row of lanes."""
+MIN_TILE_BYTES = 32
+"""Of one lane over the rows of the least page."""
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
@@ -157,5 +159,21 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array) -> Non
         raise ValueError(
             f"kv_pages must be [N, {2 * num_kv_heads}, page, {head_dim}], got {kv_pages.shape}"
         )
-    if page_size < 16 or page_size & (page_size - 1):
-        raise ValueError(f"the page size must be a power of two >= 16, got {page_size}")
+    check_page_size(page_size, kv_pages.dtype)
+
+
+def check_page_size(page_size: int, kv_dtype: Any) -> None:
+    """Refuse pages that the kernels cannot write or hold.
+
+    A page is written by tiles of rows: 8 of f32, 16 of bf16; and it must lie within a key block.
+
+    Raises:
+        ValueError: names the limits and what to do.
+    """
+    least = MIN_TILE_BYTES // jnp.dtype(kv_dtype).itemsize
+    if not least <= page_size <= BLOCK_KEYS or page_size & (page_size - 1):
+        raise ValueError(
+            f"page_size {page_size}: the TPU attention kernels need a power of two in [{least}, "
+            f"{BLOCK_KEYS}] with {jnp.dtype(kv_dtype).name} pages; set page_size to 128, or "
+            "attention to 'reference'"
+        )

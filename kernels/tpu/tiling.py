@@ -17,7 +17,8 @@ from kernels.tpu.prefill import PrefillShape
 
 _VMEM_BYTES = 48 << 20
 """Limit of a kernel: three quarters of a TPU7x core's 64 MiB; v5e and v6e have 128 MiB."""
-_BLOCK_KEYS = 1024
+BLOCK_KEYS = 1024
+"""Keys of a block: the largest page, too."""
 _ROUND_BYTES = 8 << 20
 _MAX_ROUND_ITEMS = 8
 _SUB_ROWS = 256
@@ -90,7 +91,7 @@ def choose_tiling(
     A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using
     them; with more, scores spill.
     """
-    block_keys = max(_BLOCK_KEYS, page_size)
+    block_keys = max(BLOCK_KEYS, page_size)
     block_bytes = 2 * num_kv_heads * block_keys * LANES * jnp.dtype(kv_dtype).itemsize
     round_items = max(1, min(_MAX_ROUND_ITEMS, _ROUND_BYTES // block_bytes))
     group = num_heads // num_kv_heads

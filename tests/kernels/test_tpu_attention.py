@@ -10,10 +10,11 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from bench import tpu_target
+from bench.tpu_kernels import TOPOLOGIES
 from kernels.tpu.attention import ragged_paged_attention
 from kernels.tpu.tiling import Tiling
 from replicas.config import EngineConfig, ModelConfig
+from replicas.engine import tpu_topology
 from replicas.engine.startup import resolve_config
 from tests.kernels.ragged_cases import TOLERANCE, Case, draw, expected_pages, oracle, run
 
@@ -62,11 +63,11 @@ def test_row_bits_do_not_depend_on_batch_chunk_or_kernel():
         np.testing.assert_array_equal(out[3 : 3 + end - begin], whole[begin:end])
 
 
-@pytest.mark.parametrize("generation", tpu_target.TOPOLOGIES)
-def test_compiles_for_256_sequences_of_128k_tokens_in_place(generation):
-    tpu_target.prepare()
+@pytest.mark.parametrize("topology", TOPOLOGIES.values())
+def test_compiles_for_256_sequences_of_128k_tokens_in_place(topology):
     num_seqs, pages_per_seq, num_rows = 256, 1024, 272
-    with tpu_target.target(generation) as devices:
+    devices = tpu_topology.get_devices(topology)[:1]
+    with tpu_topology.lowering_for(devices):
         sharding = SingleDeviceSharding(devices[0])
 
         def array(*shape: int, dtype: jnp.dtype = jnp.int32) -> jax.ShapeDtypeStruct:
