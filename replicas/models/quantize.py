@@ -82,9 +82,11 @@ def _quantize_in_place(weight: jax.Array, *, rotation: int | None) -> Int8Matrix
 
 
 def _quantized_shapes(weight: Any) -> Int8Matrix:
+    """Shapes of a quantised weight; without a sharding on a single device, where it has none."""
     num_outputs, num_inputs = weight.shape
-    sharding, num_blocks, scale_sharding = weight.sharding, 1, weight.sharding
-    if isinstance(sharding, NamedSharding):
+    sharding, scale_sharding, num_blocks = None, None, 1
+    if isinstance(weight.sharding, NamedSharding):
+        sharding = weight.sharding
         output_axis, input_axis = sharding.spec
         num_blocks = 1 if input_axis is None else sharding.mesh.shape[input_axis]
         scale_sharding = NamedSharding(sharding.mesh, PartitionSpec(output_axis or input_axis))
