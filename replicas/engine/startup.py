@@ -7,6 +7,7 @@ chose.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -103,18 +104,20 @@ def resolve_config(
         )
     page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, 16)
     attention = config.attention
-    has_pallas = platform == "tpu" and model_config.head_dim == tpu_attention.HEAD_DIM
+    has_pallas = platform == "tpu" and model_config.head_dim in tpu_attention.HEAD_DIMS
     if attention == "auto":
         attention = "native" if platform == "cpu" and has_native else "reference"
         if has_pallas:
             attention = "pallas"
     if attention == "pallas" and not has_pallas:
         raise ValueError(
-            f"attention 'pallas' is for TPUs and a head_dim of {tpu_attention.HEAD_DIM}, got "
+            f"attention 'pallas' is for TPUs and a head_dim of 64 or 128, got "
             f"{platform!r} and {model_config.head_dim}: set attention to 'auto'"
         )
     if attention == "pallas":
-        tpu_attention.check_page_size(page_size, jnp.dtype(config.dtype))
+        tpu_attention.check_page_size(
+            page_size, jnp.dtype(config.dtype), head_dim=model_config.head_dim
+        )
     matmul = config.matmul
     if matmul == "auto":
         is_native = platform == "cpu" and has_native and config.has_packable_weights
@@ -293,6 +296,7 @@ def kv_page_shapes(plan: EnginePlan) -> Any:
         num_shards=config.tensor_parallel,
         sharding=kv_pages_sharding(plan.mesh) if is_sharded else plan.whole,
         is_stacked=config.attention == "native" and not is_sharded,
+        row_tokens=2 if config.attention == "pallas" and plan.model_config.head_dim == 64 else 1,
     )
 
 
@@ -405,7 +409,8 @@ def _attention(config: EngineConfig) -> AttentionFn:
 
         return attention.ragged_paged_attention
     if config.attention == "pallas":
-        return tpu_attention.ragged_paged_attention
+        num_drafts = config.num_speculative_tokens if config.speculation != "none" else 0
+        return functools.partial(tpu_attention.ragged_paged_attention, decode_q_len=1 + num_drafts)
     return reference.ragged_paged_attention
 
 

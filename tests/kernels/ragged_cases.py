@@ -35,6 +35,8 @@ class Case:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
     pad_tokens: int = 3
     pad_seqs: int = 2
     seed: int = 0
@@ -90,9 +92,19 @@ def draw(case: Case) -> Inputs:
     )
 
 
+def sinks_of(case: Case) -> np.ndarray:
+    """A score of each query head without a value: some above all others, some far below."""
+    return np.linspace(-4.0, 8.0, case.num_heads).astype(np.float32)
+
+
 def oracle(case: Case, inputs: Inputs) -> np.ndarray:
     """Dense attention of each sequence in float64, over keys gathered from the updated pages."""
-    pages = expected_pages(case, inputs).astype(np.float64)
+    return oracle_of_pages(case, inputs._replace(kv_pages=expected_pages(case, inputs)))
+
+
+def oracle_of_pages(case: Case, inputs: Inputs) -> np.ndarray:
+    """The same where the new keys and values are in their pages already."""
+    pages = np.asarray(inputs.kv_pages, np.float64)
     q = np.asarray(inputs.q, np.float64)
     cu = np.asarray(inputs.cu_q_lens)
     out = np.zeros(q.shape)
@@ -106,8 +118,14 @@ def oracle(case: Case, inputs: Inputs) -> np.ndarray:
             for h in range(case.num_heads):
                 keys, values = flat[h // group * 2 : h // group * 2 + 2, begin:end]
                 scores = keys @ q[cu[s] + i, h] * case.head_dim**-0.5
-                weights = np.exp(scores - scores.max())
-                out[cu[s] + i, h] = weights @ values / weights.sum()
+                if case.soft_cap is not None:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+                top = scores.max()
+                weights = np.exp(scores - top)
+                total = weights.sum()
+                if case.has_sinks:
+                    total += np.exp(sinks_of(case)[h] - top)
+                out[cu[s] + i, h] = weights @ values / total
     return out
 
 
