@@ -123,7 +123,8 @@ def ragged_paged_attention(
     )
     block_size = prefill_shape.block.num_keys
     windows = page_windows(page_indices)
-    qkv = _join_rows(q, k, v, kv_pages.dtype, kv_scales)
+    q_rows, kv_rows = _rows(q, k, v, kv_pages.dtype, kv_scales)
+    qkv = jnp.concatenate([q_rows, kv_rows], axis=1)
     # With two tokens a row the halves of an output row are still to be added: in f32.
     out = jnp.zeros((num_rows, num_heads, LANES), q.dtype if row_tokens == 1 else jnp.float32)
     max_q_len = 0
@@ -156,7 +157,9 @@ def ragged_paged_attention(
             min_q_len=min_q_len,
             page_size=page_size,
         )
-        kv_pages = store_pages(qkv, kv_pages, store_plan, row_tokens=row_tokens, **kernel_options)
+        kv_pages = store_pages(
+            kv_rows, kv_pages, store_plan, row_tokens=row_tokens, **kernel_options
+        )
         plan = plan_prefill(
             *sequences,
             num_rows=num_rows,
@@ -166,7 +169,7 @@ def ragged_paged_attention(
             sliding_window=sliding_window,
         )
         out = prefill_attention(
-            qkv,
+            q_rows,
             kv_pages,
             windows,
             plan,
@@ -183,10 +186,13 @@ def ragged_paged_attention(
     return out.astype(q.dtype), kv_pages
 
 
-def _join_rows(
+def _rows(
     q: jax.Array, k: jax.Array, v: jax.Array, kv_dtype: Any, kv_scales: jax.Array | None
-) -> jax.Array:
-    """Queries, keys and values as rows [T, H + 2K, 128] of q's dtype, ready to be stored.
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [T, H, 128], and keys and values [T, 2K, 128] ready to be stored, in q's dtype.
+
+    Decode copies a token's at once and wants them in one array; longer chunks copy the two apart,
+    and from one array could not, unless H is a multiple of 8.
 
     Heads of 64 stand twice in a row: each token takes the half that is its own. For pages of 8 bits
     keys and values are numbers that these hold, and queries carry the keys' scale.
@@ -198,8 +204,9 @@ def _join_rows(
         key_scales = jnp.repeat(kv_scales[::2], num_heads // num_kv_heads)
         q = (q.astype(jnp.float32) * key_scales[None, :, None]).astype(q.dtype)
         kv = quantize_kv(kv, kv_scales, kv_dtype).astype(q.dtype)
-    rows = jnp.concatenate([q, kv], axis=1)
-    return rows if head_dim == LANES else jnp.concatenate([rows, rows], axis=2)
+    if head_dim == LANES:
+        return q, kv
+    return jnp.concatenate([q, q], axis=2), jnp.concatenate([kv, kv], axis=2)
 
 
 def quantize_kv(kv: jax.Array, kv_scales: jax.Array, kv_dtype: Any) -> jax.Array:

@@ -129,7 +129,7 @@ def prefill_attention(
     """Attend with the plan's query blocks to pages that hold their keys already.
 
     Args:
-        qkv: [T, H + 2K, D]; only the queries are read.
+        qkv: [T, H, D] or more; only the first H, the queries, are read.
         kv_pages: [N, 2K, page, D].
         page_windows: i32 [S, W, 1, 128], see `plan.page_windows`.
         plan: query blocks and their key blocks.

@@ -18,7 +18,7 @@ from kernels.tpu.prefill import PrefillShape
 _VMEM_BYTES = 48 << 20
 """Limit of a kernel: three quarters of a TPU7x core's 64 MiB; v5e and v6e have 128 MiB."""
 BLOCK_KEYS = 1024
-"""Keys of a block: the largest page, too."""
+"""Keys of a block where a key has 256 bytes, and the largest page; more where it has fewer."""
 _ROUND_BYTES = 8 << 20
 _MAX_ROUND_ITEMS = 8
 _SUB_ROWS = 256
@@ -102,12 +102,14 @@ def choose_tiling(
     A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using
     them; with more, scores spill.
     """
-    block_keys = max(BLOCK_KEYS, page_size)
+    key_bytes = LANES // row_tokens * jnp.dtype(kv_dtype).itemsize
+    block_keys = max(BLOCK_KEYS, page_size) * max(1, 256 // key_bytes)
     block_bytes = 2 * num_kv_heads * block_keys * LANES * jnp.dtype(kv_dtype).itemsize
     block_bytes //= row_tokens
     round_items = max(1, min(_MAX_ROUND_ITEMS, _ROUND_BYTES // block_bytes))
     group = num_heads // num_kv_heads
-    sub_tokens = max(8, _SUB_ROWS // group // 8 * 8)
+    sub_rows = _SUB_ROWS * BLOCK_KEYS // block_keys
+    sub_tokens = max(8, sub_rows // group // 8 * 8)
     return Tiling(
         block_keys=block_keys,
         round_items=round_items,
