@@ -1,273 +1,290 @@
 """The engine's step programs compiled for TPUs over abstract weights: their fit and their cost.
 
-Nothing is allocated: parameters and pages are shapes. A step's time is predicted from bytes and
-FLOP of the model's own sizes and from the attention kernel's bundles, not from XLA's estimate,
-which does not see what a kernel reads.
+What `python -m replicas.engine.programs check` does for a configuration, done for a table of models
+and slices. Nothing is allocated: of a model there is only its config.json.
 """
 
 from __future__ import annotations
 
-import time
+import functools
+import json
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-
-from bench import tpu_target
-from kernels.tpu.attention import ragged_paged_attention
-from replicas.config import EngineConfig, ModelConfig, RopeConfig
+from replicas.config import EngineConfig
+from replicas.engine import tpu_topology
 from replicas.engine.buckets import Bucket
-from replicas.engine.model_runner import Model, ModelRunner
-from replicas.models.kv_cache import bytes_per_page, kv_pages_shape
-from replicas.models.param_spec import ParamSpec
-from replicas.models.registry import get_family
-from replicas.models.sharding import (
-    TENSOR_AXIS,
-    kv_pages_sharding,
-    param_shardings,
-    shard_forward,
-    shard_logits,
-)
+from replicas.engine.memory_plan import page_bytes
+from replicas.engine.preflight import check_memory, compile_program
+from replicas.engine.startup import EnginePlan, build_abstract_runner, plan_engine
+from replicas.engine.step_time import Group, StepTime, measure_sizes, predict_step
+from replicas.engine.tpu_chips import Chip
 
-LLAMA_8B = ModelConfig(
-    family="llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=131072,
-    norm_eps=1e-5,
-    rope=RopeConfig(
-        kind="llama3", theta=500_000.0, factor=8.0, original_max_position_embeddings=8192
-    ),
-)
-PAGE_SIZE = 128
-HBM_SHARE = 0.92
-"""Of the memory, for weights and pages; the rest is for temporaries, programs and the runtime."""
-LAUNCH_S = 3e-6
-"""Of each kernel's launch and first copies, three to a layer: assumed, there is no TPU to ask."""
-ICI_BYTES_PER_S = {"v5e": 200e9, "v6e": 400e9, "tpu7x": 600e9}
-"""All links of a chip, one direction: cloud.google.com/tpu/docs, system architecture."""
+_LLAMA3 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "head_dim": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "tie_word_embeddings": False,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        **_LLAMA3,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "llama-3.3-70b": {
+        **_LLAMA3,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+    # A dense model of 7B with grouped queries: the sizes of Mistral-7B-v0.3, without a window.
+    "dense-7b": {
+        **_LLAMA3,
+        "vocab_size": 32768,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000,
+        "tie_word_embeddings": True,
+    },
+}
+_SLICES = {
+    "v5e-1": ("v5e:1x1", 1),
+    "v5e-4": ("v5e:2x2", 4),
+    "v5e-8": ("v5e:2x4", 8),
+    "v6e-1": ("v6e:1x1", 1),
+    "v6e-4": ("v6e:2x2", 4),
+    "v6e-8": ("v6e:2x4", 8),
+    "tpu7x-2": ("tpu7x:1x1x1", 2),
+}
+"""Name of a slice to its topology and jax devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A decode step.
+    """A model on a slice, and a step of it.
 
     Attributes:
-        chip: generation, see `tpu_target`.
-        num_devices: of the tensor axis.
-        num_seqs: one new token each.
-        context: tokens of each.
+        model: key of `MODELS`.
+        slice: key of `_SLICES`.
+        quantization: as in `EngineConfig`.
+        num_seqs: sequences with one new token each.
+        chunk: tokens of a prompt beside them; 0 for a decode step.
+        context: tokens of each sequence after the step.
     """
 
-    chip: str
-    num_devices: int
-    num_seqs: int
-    context: int
+    model: str
+    slice: str
+    quantization: str = "none"
+    num_seqs: int = 64
+    chunk: int = 0
+    context: int = 1536
+
+    @property
+    def name(self) -> str:
+        """As the table and the command line call it."""
+        weights = "int8" if self.quantization == "int8" else "bf16"
+        step = f"{self.num_seqs}"
+        if self.chunk:
+            step += f"+{self.chunk}"
+        return f"{self.model} {weights} {self.slice} {step}@{self.context}"
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The sequences of the step."""
+        decodes = Group(num_seqs=self.num_seqs, q_len=1, context=self.context)
+        if not self.chunk:
+            return (decodes,)
+        context = max(self.context, self.chunk)
+        return (decodes, Group(num_seqs=1, q_len=self.chunk, context=context))
 
 
-WORKLOADS = {
-    "v6e-1": Workload(chip="v6e", num_devices=1, num_seqs=64, context=1536),
-    "v6e-4": Workload(chip="v6e", num_devices=4, num_seqs=64, context=8192),
-    "v5e-4": Workload(chip="v5e", num_devices=4, num_seqs=64, context=1536),
-}
+def _decodes(model: str, slice_: str, quantization: str = "none") -> list[Workload]:
+    make = functools.partial(Workload, model=model, slice=slice_, quantization=quantization)
+    steps = [
+        make(num_seqs=num_seqs, context=context)
+        for num_seqs, context in ((64, 1536), (64, 8192), (16, 32768), (4, 131072))
+    ]
+    return [*steps, make(num_seqs=8, chunk=504), make(num_seqs=64, chunk=448)]
+
+
+WORKLOADS = [
+    *_decodes("llama-3.1-8b", "v6e-1"),
+    *_decodes("llama-3.1-8b", "v6e-1", "int8"),
+    *_decodes("llama-3.1-8b", "v6e-4"),
+    *_decodes("llama-3.1-8b", "v5e-4"),
+    *_decodes("llama-3.1-8b", "v5e-4", "int8"),
+    *_decodes("llama-3.1-8b", "v5e-8", "int8"),
+    *_decodes("llama-3.3-70b", "v6e-8"),
+    *_decodes("llama-3.3-70b", "v6e-8", "int8"),
+    Workload(model="smollm2-135m", slice="v5e-1"),
+    Workload(model="smollm2-135m", slice="v5e-1", num_seqs=8, chunk=504),
+    *(
+        Workload(model="dense-7b", slice="v5e-8", quantization="int8", num_seqs=n, context=32768)
+        for n in (1, 4, 8, 16, 32, 64)
+    ),
+]
+PUBLISHED = {1: 42, 4: 156, 8: 298, 16: 544, 32: 896, 64: 1240}
+"""Tokens/s by batch that a write-up gives for a dense 7B model on v5e-8 at a context of 32k."""
+_TARGET_SHARE = 0.85
+_TARGET_SPEEDUP = 1.5
+_MAX_TEMPORARIES = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramRow:
-    """One decode program of Llama-3.1-8B in bf16.
+    """One workload.
 
     Attributes:
-        name: key of `WORKLOADS`.
-        num_arguments: arrays that a call passes.
-        weights_gb: per device.
-        pages: KV pages that fit, of 128 tokens.
-        tokens: in those pages.
-        temporaries_mb: per device.
-        kv_copied_gb: pages that are not updated in place.
-        bound_ms: weights and KV read once, at full bandwidth.
+        name: of the workload.
+        tokens: that the pages hold.
+        fits: whether the sequences' contexts fit these pages.
+        bound_ms: weights and KV read once at full bandwidth, or matmuls at peak.
         step_ms: predicted.
         share: bound over step.
-        tokens_per_s: of all devices.
+        tokens_per_s: of all devices: new tokens, those of the prompt chunk included.
+        dollars: per million of them, on demand; None where no price is known.
+        weights_gb: per device.
+        num_arguments: arrays that a call passes; this and all below None where not compiled.
+        temporaries_mb: per device.
+        kv_copied_gb: pages that are not updated in place.
         compile_s: on this machine.
     """
 
     name: str
-    num_arguments: int
-    weights_gb: float
-    pages: int
     tokens: int
-    temporaries_mb: float
-    kv_copied_gb: float
+    fits: bool
     bound_ms: float
     step_ms: float
     share: float
     tokens_per_s: float
-    compile_s: float
+    dollars: float | None
+    weights_gb: float
+    num_arguments: int | None
+    temporaries_mb: float | None
+    kv_copied_gb: float | None
+    compile_s: float | None
 
 
-def measure_program(name: str, *, bundles_per_mib: float) -> ProgramRow:
-    """Compile the decode program of a workload and predict its step.
-
-    Args:
-        name: key of `WORKLOADS`.
-        bundles_per_mib: what the decode kernel takes for a MiB of KV.
-    """
-    workload = WORKLOADS[name]
-    chip = tpu_target.chip(workload.chip)
-    page_bytes = (
-        bytes_per_page(
-            LLAMA_8B, page_size=PAGE_SIZE, dtype=jnp.bfloat16, num_shards=workload.num_devices
+def measure_workload(workload: Workload, *, compiles: bool) -> ProgramRow:
+    """Predict a workload's step and, if asked, compile its program."""
+    plan, chip = _plan(workload)
+    memory = check_memory(plan, chip)
+    sizes = measure_sizes(
+        plan.config,
+        plan.model_config,
+        plan.weights,
+        page_bytes=page_bytes(plan.config, plan.model_config),
+    )
+    logits = workload.num_seqs + (workload.chunk > 0)
+    time = predict_step(sizes, chip, workload.groups, num_logits=logits)
+    num_tokens = workload.num_seqs + workload.chunk
+    context_tokens = sum(group.num_seqs * group.context for group in workload.groups)
+    program = None
+    if compiles:
+        bucket = Bucket(num_tokens=num_tokens, num_seqs=workload.num_seqs)
+        devices = plan.mesh.devices.flatten().tolist()
+        program = compile_program(
+            build_abstract_runner(plan), bucket, devices, kv_bytes=memory.kv_bytes
         )
-        // workload.num_devices
-    )
-    param_bytes = _param_bytes(workload.num_devices)
-    num_pages = int((chip.hbm_bytes * HBM_SHARE - param_bytes) // page_bytes)
-    started_s = time.monotonic()
-    compiled, num_arguments = _compile(workload, num_pages)
-    compile_s = time.monotonic() - started_s
-    memory = compiled.memory_analysis()
-    kv_bytes = num_pages * page_bytes
-    bound_s, step_s = _predict(workload, chip, param_bytes, bundles_per_mib)
+        if program.error is not None:
+            raise RuntimeError(f"{workload.name}: {program.error}")
     return ProgramRow(
-        name=name,
-        num_arguments=num_arguments,
-        weights_gb=round(param_bytes / 1e9, 2),
-        pages=num_pages,
-        tokens=(num_pages - 1) * PAGE_SIZE,
-        temporaries_mb=round(memory.temp_size_in_bytes / 1e6, 1),
-        kv_copied_gb=round(max(0, kv_bytes - memory.alias_size_in_bytes) / 1e9, 3),
-        bound_ms=round(bound_s * 1e3, 2),
-        step_ms=round(step_s * 1e3, 2),
-        share=round(bound_s / step_s, 3),
-        tokens_per_s=round(workload.num_seqs / step_s),
-        compile_s=round(compile_s, 1),
+        name=workload.name,
+        tokens=memory.num_tokens,
+        fits=context_tokens <= memory.num_tokens,
+        bound_ms=round(time.bound_s * 1e3, 2),
+        step_ms=round(time.step_s * 1e3, 2),
+        share=round(time.bound_s / time.step_s, 2),
+        tokens_per_s=round(num_tokens / time.step_s),
+        dollars=_dollars(time, num_tokens, plan, chip),
+        weights_gb=round(memory.weight_bytes / 1e9, 2),
+        num_arguments=None if program is None else program.num_arguments,
+        temporaries_mb=None if program is None else round(program.temporary_bytes / 1e6),
+        kv_copied_gb=None if program is None else round(program.copied_bytes / 1e9, 3),
+        compile_s=None if program is None else round(program.compile_s, 1),
     )
 
 
-def find_misses(row: ProgramRow) -> list[str]:
-    """What a program fails of its bars, as sentences."""
+def find_misses(workload: Workload, row: ProgramRow) -> list[str]:
+    """What a workload fails of its bars, as sentences."""
     misses = []
-    hbm_bytes = tpu_target.chip(WORKLOADS[row.name].chip).hbm_bytes
-    if row.kv_copied_gb > 0:
+    topology, num_devices = _SLICES[workload.slice]
+    chip = tpu_topology.chip_of(topology)
+    if row.kv_copied_gb:
         misses.append(f"{row.name}: {row.kv_copied_gb} GB of pages are copied")
-    if row.temporaries_mb * 1e6 > 0.03 * hbm_bytes:
-        misses.append(f"{row.name}: temporaries of {row.temporaries_mb} MB exceed 3% of memory")
-    if WORKLOADS[row.name].num_devices == 1 and row.share < 0.85:
-        misses.append(f"{row.name}: {row.share:.0%} of the bandwidth bound, below 85%")
+    is_decode = not workload.chunk
+    if is_decode and row.temporaries_mb is not None:
+        share = row.temporaries_mb * 1e6 / chip.hbm_bytes
+        if share > _MAX_TEMPORARIES:
+            misses.append(f"{row.name}: temporaries take {share:.1%} of memory, limit 3%")
+    is_large = num_devices == 1 and workload.model != "smollm2-135m"
+    if is_decode and is_large and row.share < _TARGET_SHARE:
+        misses.append(f"{row.name}: {row.share:.0%} of the bound, below 85%")
+    if workload.model == "dense-7b":
+        target = _TARGET_SPEEDUP * PUBLISHED[workload.num_seqs]
+        if row.tokens_per_s < target:
+            misses.append(f"{row.name}: {row.tokens_per_s} tokens/s, target {target:.0f}")
+        if not row.fits:
+            misses.append(f"{row.name}: the contexts do not fit {row.tokens} tokens of pages")
     return misses
 
 
-def _predict(
-    workload: Workload, chip: tpu_target.Chip, param_bytes: int, bundles_per_mib: float
-) -> tuple[float, float]:
-    """Seconds of a step: the bandwidth bound, and with arithmetic, launches and collectives."""
-    config = LLAMA_8B
-    # The embedding is looked up, not read; a row of it is nothing.
-    embedding_bytes = 2 * config.vocab_size * config.hidden_size // workload.num_devices
-    weight_bytes = param_bytes - embedding_bytes
-    matmul_s = max(
-        weight_bytes / chip.hbm_bytes_per_s,
-        weight_bytes * workload.num_seqs / chip.bf16_flops,  # 2 FLOP per weight of 2 bytes
-    )
-    kv_row_bytes = 2 * 2 * config.num_kv_heads * config.head_dim // workload.num_devices
-    kv_bytes = config.num_layers * workload.num_seqs * workload.context * kv_row_bytes
-    attention_s = max(
-        kv_bytes / chip.hbm_bytes_per_s, kv_bytes / 2**20 * bundles_per_mib / chip.clock_hz
-    )
-    # Residual stream, norms, projections and activations between fused operations, in f32.
-    activation_bytes = (
-        4
-        * workload.num_seqs
-        * config.num_layers
-        * (8 * config.hidden_size + 3 * config.intermediate_size // workload.num_devices)
-    )
-    launch_s = 3 * config.num_layers * LAUNCH_S
-    collective_s = 0.0
-    if workload.num_devices > 1:
-        reduced = 4 * workload.num_seqs * config.hidden_size
-        share = 2 * (workload.num_devices - 1) / workload.num_devices
-        one_s = reduced * share / ICI_BYTES_PER_S[workload.chip] + LAUNCH_S
-        collective_s = 2 * config.num_layers * one_s
-    bound_s = (weight_bytes + kv_bytes) / chip.hbm_bytes_per_s
-    activation_s = activation_bytes / chip.hbm_bytes_per_s
-    return bound_s, matmul_s + attention_s + activation_s + launch_s + collective_s
+def _dollars(time: StepTime, num_tokens: int, plan: EnginePlan, chip: Chip) -> float | None:
+    if chip.dollars_per_chip_hour is None:
+        return None
+    num_chips = plan.mesh.size / chip.devices_per_chip
+    per_token = num_chips * chip.dollars_per_chip_hour / 3600 * time.step_s / num_tokens
+    return round(per_token * 1e6, 3)
 
 
-def _compile(workload: Workload, num_pages: int) -> tuple[Any, int]:
-    num_devices = workload.num_devices
-    family = get_family(LLAMA_8B)
-    specs = family.param_specs(LLAMA_8B, num_shards=num_devices)
-    devices = tpu_target.get_devices(workload.chip, num_devices)
-    mesh = Mesh(np.array(devices), (TENSOR_AXIS,))
-    forward = shard_forward(family.forward, mesh, specs)
-    compute_logits = shard_logits(family.compute_logits, mesh, specs)
-    model = Model(
-        forward=lambda params, kv_pages, inputs: forward(
-            params, kv_pages, inputs, LLAMA_8B, attention=ragged_paged_attention
-        ),
-        compute_logits=lambda params, hidden, num_rows: compute_logits(
-            params, hidden, num_rows, LLAMA_8B
-        ),
-        vocab_size=LLAMA_8B.vocab_size,
-    )
-    whole = (
-        SingleDeviceSharding(devices[0])
-        if num_devices == 1
-        else NamedSharding(mesh, PartitionSpec())
-    )
-    shardings = param_shardings(specs, mesh)
-    params = jax.tree.map(
-        lambda spec, sharding: jax.ShapeDtypeStruct(
-            spec.shape,
-            spec.abstract(jnp.bfloat16).dtype,
-            sharding=whole if num_devices == 1 else sharding,
-        ),
-        specs,
-        shardings,
-        is_leaf=lambda node: isinstance(node, ParamSpec),
-    )
-    pages: Any = jax.ShapeDtypeStruct(
-        kv_pages_shape(LLAMA_8B, num_pages=num_pages, page_size=PAGE_SIZE, num_shards=num_devices),
-        jnp.bfloat16,
-        sharding=whole if num_devices == 1 else kv_pages_sharding(mesh),
-    )
-    config = EngineConfig(
-        model="",
-        platform="tpu",
-        page_size=PAGE_SIZE,
-        num_pages=num_pages,
-        max_num_seqs=workload.num_seqs,
-        max_model_len=max(8192, workload.context),
-        max_mixed_tokens=workload.num_seqs,
-        max_num_batched_tokens=512,
-    )
-    runner = ModelRunner(
-        model,
-        config,
-        params=params,
-        kv_pages=(pages,) * LLAMA_8B.num_layers,
-        replicated=whole,
-        store=None,
-    )
-    bucket = Bucket(num_tokens=workload.num_seqs, num_seqs=workload.num_seqs)
-    with tpu_target.target(workload.chip, num_devices=num_devices):
-        lowered = runner.lower(bucket)
-    return runner.compile(lowered), len(jax.tree.leaves(lowered.in_avals))
-
-
-def _param_bytes(num_devices: int) -> int:
-    specs = get_family(LLAMA_8B).param_specs(LLAMA_8B, num_shards=num_devices)
-    leaves = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, ParamSpec))
-    total = 0
-    for spec in leaves:
-        array = spec.abstract(jnp.bfloat16)
-        total += array.size * array.dtype.itemsize // (1 if spec.is_float32 else num_devices)
-    return total
+def _plan(workload: Workload) -> tuple[EnginePlan, Chip]:
+    topology, num_devices = _SLICES[workload.slice]
+    with tempfile.TemporaryDirectory() as directory:
+        config = json.dumps(MODELS[workload.model])
+        (Path(directory) / "config.json").write_text(config)
+        engine = EngineConfig(
+            model=directory,
+            platform="tpu",
+            quantization="int8" if workload.quantization == "int8" else "none",
+            tensor_parallel=num_devices,
+            max_num_seqs=workload.num_seqs,
+            max_model_len=min(
+                max(8192, workload.context), MODELS[workload.model]["max_position_embeddings"]
+            ),
+            max_mixed_tokens=workload.num_seqs + workload.chunk,
+            max_num_batched_tokens=max(512, workload.num_seqs + workload.chunk),
+        )
+        plan = plan_engine(engine, tpu_topology.get_devices(topology))
+    return plan, tpu_topology.chip_of(topology)

@@ -294,7 +294,10 @@ class EngineConfig:
         dtype: compute and weight dtype, "bfloat16" or "float32".
         page_size: tokens per KV page, a power of two; None: 16 on CPU, 128 on TPU.
         num_pages: KV pages including the null page; None: as many as `kv_cache_bytes` holds.
-        kv_cache_bytes: memory for KV pages on CPU, or when `num_pages` is None.
+        kv_cache_bytes: memory for KV pages over all devices; None: what weights leave of
+            `memory_bytes`.
+        memory_bytes: memory of each device for weights and KV pages; None: 92% of a TPU's, and on
+            CPU the weights' and 512 MiB.
         max_num_seqs: slots, i.e. sequences in one step.
         max_model_len: longest prompt + output in tokens; None: the model's own limit.
         max_num_batched_tokens: tokens in one step.
@@ -326,7 +329,8 @@ class EngineConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     page_size: int | None = None
     num_pages: int | None = None
-    kv_cache_bytes: int = 1 << 29
+    kv_cache_bytes: int | None = None
+    memory_bytes: int | None = None
     max_num_seqs: int = 64
     max_model_len: int | None = None
     max_num_batched_tokens: int = 512
@@ -366,10 +370,6 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_mixed_tokens ({self.max_mixed_tokens})"
             )
-        if self.num_pages is not None and self.num_pages < 2:
-            raise ValueError(
-                f"num_pages must be >= 2 (page 0 is the null page), got {self.num_pages}"
-            )
         if self.max_model_len is not None and self.max_model_len < 2:
             raise ValueError(f"max_model_len must be >= 2, got {self.max_model_len}")
         if self.tensor_parallel < 1:
@@ -379,16 +379,13 @@ class EngineConfig:
                 "matmul 'native' needs tensor_parallel 1, and dtype 'bfloat16' or quantization "
                 f"'int8'; got {self.tensor_parallel}, {self.dtype!r} and {self.quantization!r}"
             )
-        if self.quantization == "int8" and self.tensor_parallel != 1:
-            raise ValueError(
-                f"quantization 'int8' needs tensor_parallel 1, got {self.tensor_parallel}"
-            )
         _check_options("xla_options", self.xla_options)
         _check_options("libtpu_options", self.libtpu_options)
         if self.libtpu_options and self.platform != "tpu":
             raise ValueError(
                 f"libtpu_options need platform 'tpu', got {self.platform!r}: no other reads them"
             )
+        self._check_memory()
         self._check_speculation()
 
     @property
@@ -396,6 +393,15 @@ class EngineConfig:
         """Whether there is a native matmul for these weights."""
         is_packable = self.dtype == "bfloat16" or self.quantization == "int8"
         return is_packable and self.tensor_parallel == 1
+
+    def _check_memory(self) -> None:
+        if self.num_pages is not None and self.num_pages < 2:
+            raise ValueError(
+                f"num_pages must be >= 2 (page 0 is the null page), got {self.num_pages}"
+            )
+        for name in ("kv_cache_bytes", "memory_bytes"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
 
     def _check_speculation(self) -> None:
         if not 1 <= self.num_speculative_tokens <= 7:

@@ -15,19 +15,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.tpu.block import LANES
 from kernels.tpu.decode import decode_attention
 from kernels.tpu.plan import page_windows, plan_decode, plan_prefill, plan_store
 from kernels.tpu.prefill import prefill_attention
 from kernels.tpu.store import store_pages
-from kernels.tpu.tiling import Tiling, choose_tiling
+from kernels.tpu.tiling import BLOCK_KEYS, Tiling, choose_tiling
 
-HEAD_DIM = 128
-"""The head size that the kernels take: one row of lanes."""
+HEAD_DIMS = (64, 128)
+"""Head sizes that the kernels take: half a row of lanes, two tokens to a row, and a whole one."""
+MIN_TILE_BYTES = 32
+"""Of one lane over the rows of the least page."""
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 # Traced once however many layers call it: tracing the kernels takes a second.
-@functools.partial(jax.jit, static_argnames=("sm_scale", "sliding_window", "tiling", "interpret"))
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "sm_scale",
+        "sliding_window",
+        "soft_cap",
+        "decode_q_len",
+        "tiling",
+        "interpret",
+    ),
+)
 def ragged_paged_attention(
     q: jax.Array,
     k: jax.Array,
@@ -40,23 +53,34 @@ def ragged_paged_attention(
     *,
     sm_scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    kv_scales: jax.Array | None = None,
+    decode_q_len: int = 1,
     tiling: Tiling | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write the new keys and values to their pages, then attend over the pages.
 
     Args:
-        q: bf16 or f32 [T, H, D], rotated; D = 128.
+        q: bf16 or f32 [T, H, D], rotated; D = 64 or 128.
         k: [T, K, D], rotated, dtype of q; K divides H.
         v: [T, K, D], dtype of q.
-        kv_pages: [N, 2K, page, D] in q's dtype: keys of head h at row 2h, values at 2h + 1; page a
-            power of two >= 16. Donate it: the update is then in place.
+        kv_pages: keys of head h at row 2h, values at 2h + 1. For D = 128 [N, 2K, page, 128], for
+            D = 64 the same bytes as [N, 2K, page / 2, 128]: two tokens a row. In q's dtype, or of
+            8 bits with `kv_scales`; page a power of two, see `check_page_size`. Donate it: the
+            update is then in place.
         kv_lens: i32 [S], tokens in the cache after this step.
         page_indices: i32 [S, P].
         cu_q_lens: i32 [S + 1], rows of sequence s are [cu_q_lens[s], cu_q_lens[s + 1]).
         num_seqs: i32 [1], sequences in use.
         sm_scale: factor of the scores.
         sliding_window: keys that a query sees, itself included; None for all.
+        soft_cap: scores s become c tanh(s / c); None to leave them.
+        sinks: f32 [H], a score of each query head that takes weight and has no value.
+        kv_scales: f32 [2K], factor of each row of 8-bit pages; what is stored is k / scale.
+        decode_q_len: new tokens of a sequence up to which it goes to the decode kernel, 1 to 8:
+            more than 1 costs another launch.
         tiling: block sizes; None to choose them by shape.
         interpret: `pltpu.InterpretParams` to run without a TPU, for tests.
 
@@ -68,80 +92,146 @@ def ragged_paged_attention(
         ValueError: a shape or parameter does not fit.
         TypeError: a dtype is not supported.
     """
-    _check(q, k, v, kv_pages)
+    _check(q, k, v, kv_pages, kv_scales)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     num_rows, num_heads, head_dim = q.shape
-    _, num_kv_rows, page_size, _ = kv_pages.shape
+    num_kv_heads, row_tokens = k.shape[1], LANES // head_dim
+    page_size = kv_pages.shape[2] * row_tokens
     if tiling is None:
         tiling = choose_tiling(
             num_heads=num_heads,
-            num_kv_heads=num_kv_rows // 2,
+            num_kv_heads=num_kv_heads,
             page_size=page_size,
             kv_dtype=kv_pages.dtype,
+            row_tokens=row_tokens,
+            decode_q_len=decode_q_len,
         )
     kernel_options = {"vmem_limit_bytes": tiling.vmem_limit_bytes, "interpret": interpret}
     sequences = (kv_lens, cu_q_lens, num_seqs)
     min_q_len = tiling.decode_q_len + 1
-    decode_shape, prefill_shape = tiling.shapes(
+    decode_shapes, prefill_shape = tiling.shapes(
         num_heads=num_heads,
-        num_kv_heads=num_kv_rows // 2,
-        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        row_tokens=row_tokens,
         page_size=page_size,
         kv_dtype=kv_pages.dtype,
+        dtype=q.dtype,
         sm_scale=sm_scale,
         sliding_window=sliding_window,
+        soft_cap=soft_cap,
     )
-    block_size = decode_shape.block.num_keys
+    block_size = prefill_shape.block.num_keys
     windows = page_windows(page_indices)
-    kv = jnp.stack([k, v], axis=2).reshape(num_rows, num_kv_rows, head_dim)
-    qkv = jnp.concatenate([q, kv], axis=1)
-    out, kv_pages = decode_attention(
-        qkv,
-        kv_pages,
-        windows,
-        plan_decode(
+    q_rows, kv_rows = _rows(q, k, v, kv_pages.dtype, kv_scales)
+    qkv = jnp.concatenate([q_rows, kv_rows], axis=1)
+    # With two tokens a row the halves of an output row are still to be added: in f32.
+    out = jnp.zeros((num_rows, num_heads, LANES), q.dtype if row_tokens == 1 else jnp.float32)
+    max_q_len = 0
+    for shape in decode_shapes:
+        plan = plan_decode(
             *sequences,
-            max_q_len=tiling.decode_q_len,
+            min_q_len=max_q_len + 1,
+            max_q_len=shape.block.max_q_len,
             block_size=block_size,
             sliding_window=sliding_window,
-        ),
-        jnp.zeros_like(q),
-        shape=decode_shape,
-        **kernel_options,
-    )
-    if num_rows < min_q_len:
-        return out, kv_pages
-    plan = plan_store(
-        kv_lens,
-        page_indices,
-        cu_q_lens,
-        num_seqs,
-        num_rows=num_rows,
-        min_q_len=min_q_len,
-        page_size=page_size,
-    )
-    kv_pages = store_pages(qkv, kv_pages, plan, **kernel_options)
-    plan = plan_prefill(
-        *sequences,
-        num_rows=num_rows,
-        min_q_len=min_q_len,
-        query_size=tiling.query_tokens,
-        block_size=block_size,
-        sliding_window=sliding_window,
-    )
-    out = prefill_attention(
-        qkv, kv_pages, windows, plan, out, shape=prefill_shape, **kernel_options
-    )
-    return out, kv_pages
+        )
+        max_q_len = shape.block.max_q_len
+        out, kv_pages = decode_attention(
+            qkv,
+            kv_pages,
+            windows,
+            plan,
+            out,
+            None if sinks is None else shape.block.rows_of_heads(sinks),
+            shape=shape,
+            **kernel_options,
+        )
+    if num_rows >= min_q_len:
+        store_plan = plan_store(
+            kv_lens,
+            page_indices,
+            cu_q_lens,
+            num_seqs,
+            num_rows=num_rows,
+            min_q_len=min_q_len,
+            page_size=page_size,
+        )
+        kv_pages = store_pages(
+            kv_rows, kv_pages, store_plan, row_tokens=row_tokens, **kernel_options
+        )
+        plan = plan_prefill(
+            *sequences,
+            num_rows=num_rows,
+            min_q_len=min_q_len,
+            query_size=tiling.query_tokens,
+            block_size=block_size,
+            sliding_window=sliding_window,
+        )
+        out = prefill_attention(
+            q_rows,
+            kv_pages,
+            windows,
+            plan,
+            out,
+            None if sinks is None else prefill_shape.rows_of_heads(sinks),
+            shape=prefill_shape,
+            **kernel_options,
+        )
+    if row_tokens == 2:
+        out = out[..., :head_dim] + out[..., head_dim:]
+    if kv_scales is not None:
+        value_scales = jnp.repeat(kv_scales[1::2], num_heads // num_kv_heads)
+        out = out.astype(jnp.float32) * value_scales[None, :, None]
+    return out.astype(q.dtype), kv_pages
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array) -> None:
+def _rows(
+    q: jax.Array, k: jax.Array, v: jax.Array, kv_dtype: Any, kv_scales: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [T, H, 128], and keys and values [T, 2K, 128] ready to be stored, in q's dtype.
+
+    Decode copies a token's at once and wants them in one array; longer chunks copy the two apart,
+    and from one array could not, unless H is a multiple of 8.
+
+    Heads of 64 stand twice in a row: each token takes the half that is its own. For pages of 8 bits
+    keys and values are numbers that these hold, and queries carry the keys' scale.
+    """
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    kv = jnp.stack([k, v], axis=2).reshape(num_rows, 2 * num_kv_heads, head_dim)
+    if kv_scales is not None:
+        key_scales = jnp.repeat(kv_scales[::2], num_heads // num_kv_heads)
+        q = (q.astype(jnp.float32) * key_scales[None, :, None]).astype(q.dtype)
+        kv = quantize_kv(kv, kv_scales, kv_dtype).astype(q.dtype)
+    if head_dim == LANES:
+        return q, kv
+    return jnp.concatenate([q, q], axis=2), jnp.concatenate([kv, kv], axis=2)
+
+
+def quantize_kv(kv: jax.Array, kv_scales: jax.Array, kv_dtype: Any) -> jax.Array:
+    """Keys and values [T, 2K, D] as 8-bit pages hold them."""
+    scaled = kv.astype(jnp.float32) / kv_scales[None, :, None]
+    if jnp.issubdtype(kv_dtype, jnp.integer):
+        return jnp.clip(jnp.round(scaled), -127, 127).astype(kv_dtype)
+    limit = float(jnp.finfo(kv_dtype).max)
+    return jnp.clip(scaled, -limit, limit).astype(kv_dtype)
+
+
+def _check(
+    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, kv_scales: jax.Array | None
+) -> None:
     if q.dtype not in _FLOATS:
         raise TypeError(f"q must be bfloat16 or float32, got {q.dtype}")
-    for name, array in (("k", k), ("v", v), ("kv_pages", kv_pages)):
+    for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {array.dtype}")
+    if kv_pages.dtype.itemsize > 1 and (kv_pages.dtype != q.dtype or kv_scales is not None):
+        raise TypeError(
+            f"kv_pages must have q's dtype {q.dtype}, or 8 bits and kv_scales, got {kv_pages.dtype}"
+        )
+    if kv_pages.dtype.itemsize == 1 and kv_scales is None:
+        raise TypeError(f"kv_pages of {kv_pages.dtype} need kv_scales")
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     if k.shape != (num_rows, num_kv_heads, head_dim) or v.shape != k.shape:
@@ -150,12 +240,29 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array) -> Non
         raise ValueError(
             f"the {num_heads} query heads must be a multiple of {num_kv_heads} kv heads"
         )
-    if head_dim != HEAD_DIM:
-        raise ValueError(f"head_dim must be {HEAD_DIM} on TPU, got {head_dim}")
-    _, num_kv_rows, page_size, page_dim = kv_pages.shape
-    if num_kv_rows != 2 * num_kv_heads or page_dim != head_dim:
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim must be 64 or 128 on TPU, got {head_dim}")
+    _, num_kv_rows, page_rows, num_lanes = kv_pages.shape
+    if num_kv_rows != 2 * num_kv_heads or num_lanes != LANES:
         raise ValueError(
-            f"kv_pages must be [N, {2 * num_kv_heads}, page, {head_dim}], got {kv_pages.shape}"
+            f"kv_pages must be [N, {2 * num_kv_heads}, rows, {LANES}], got {kv_pages.shape}"
         )
-    if page_size < 16 or page_size & (page_size - 1):
-        raise ValueError(f"the page size must be a power of two >= 16, got {page_size}")
+    check_page_size(page_rows * LANES // head_dim, kv_pages.dtype, head_dim=head_dim)
+
+
+def check_page_size(page_size: int, kv_dtype: Any, *, head_dim: int) -> None:
+    """Refuse pages that the kernels cannot write or hold.
+
+    A page is written by tiles of rows, 8 of f32, 16 of bf16, 32 of 8 bits, of one or two tokens
+    each; and it must lie within a key block.
+
+    Raises:
+        ValueError: names the limits and what to do.
+    """
+    least = MIN_TILE_BYTES // jnp.dtype(kv_dtype).itemsize * (LANES // head_dim)
+    if not least <= page_size <= BLOCK_KEYS or page_size & (page_size - 1):
+        raise ValueError(
+            f"page_size {page_size}: the TPU attention kernels need a power of two in [{least}, "
+            f"{BLOCK_KEYS}] with {jnp.dtype(kv_dtype).name} pages; set page_size to 128, or "
+            "attention to 'reference'"
+        )

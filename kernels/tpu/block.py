@@ -32,24 +32,34 @@ class BlockShape:
     Attributes:
         num_heads: H.
         num_kv_heads: K.
-        head_dim: D, 128.
+        row_tokens: tokens that share a row of lanes: 1 where a head has 128 elements, 2 where it
+            has 64. Tokens 2r and 2r + 1 of a page stand in its row r.
         page_size: tokens per page.
         pages: pages per block.
         max_q_len: tokens of a sequence that attend at once.
-        kv_dtype: of the pages and of the operands of products.
+        kv_dtype: of the pages.
+        dtype: of the operands of products.
         sm_scale: factor of the scores.
         sliding_window: keys that a row sees, itself included; None for all.
+        soft_cap: scores s become c tanh(s / c); None to leave them.
     """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    row_tokens: int
     page_size: int
     pages: int
     max_q_len: int
     kv_dtype: Any
+    dtype: Any
     sm_scale: float
     sliding_window: int | None
+    soft_cap: float | None = None
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of lanes per page and KV row."""
+        return self.page_size // self.row_tokens
 
     @property
     def num_keys(self) -> int:
@@ -75,6 +85,91 @@ class BlockShape:
     def tile_rows(self) -> int:
         """Rows of a page that lie together in memory: the least that a DMA can write."""
         return SUBLANES * 4 // jnp.dtype(self.kv_dtype).itemsize
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens in these rows."""
+        return self.tile_rows * self.row_tokens
+
+    @property
+    def cleared_rows(self) -> range:
+        """KV rows in which nothing but finite numbers may stand beside live keys.
+
+        Values, since a weight of 0 times anything must be 0; and where two tokens share a row, keys
+        as well, since a query multiplies its key's neighbour by 0.
+        """
+        return range(1, 2 * self.num_kv_heads, 2) if self.row_tokens == 1 else self.kv_rows
+
+    @property
+    def kv_rows(self) -> range:
+        """Keys and values of every head."""
+        return range(2 * self.num_kv_heads)
+
+    def row_token(self, num_rows: int) -> jax.Array:
+        """Token of each element of rows [num_rows, 128], from the first row's first."""
+        token = lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0) * self.row_tokens
+        return token if self.row_tokens == 1 else token + self._lane_half((num_rows, LANES))
+
+    def column_key(self, num_rows: int) -> jax.Array:
+        """Key of each column of scores [num_rows, num_keys], see `scores`."""
+        column = lax.broadcasted_iota(jnp.int32, (num_rows, self.num_keys), 1)
+        if self.row_tokens == 1:
+            return column
+        half = self.num_keys // 2
+        return jnp.where(column < half, 2 * column, 2 * (column - half) + 1)
+
+    def load(self, kv_ref: Any, row: Any) -> jax.Array:
+        """Keys or values of one row of pages [pages, 2K, page_rows, 128], as an operand."""
+        rows = kv_ref[:, row].reshape(self.num_keys // self.row_tokens, LANES)
+        return rows.astype(self.dtype)
+
+    def spread(self, rows: jax.Array) -> jax.Array:
+        """Query rows as operands. With two tokens a row: [q, 0] rows, then [0, q] rows.
+
+        The zeros pick the token; one product then loads each row of keys once for both.
+        """
+        if self.row_tokens == 1:
+            return rows.astype(self.dtype)
+        half = self._lane_half(rows.shape)
+        parts = [jnp.where(half == i, rows.astype(jnp.float32), 0.0) for i in range(2)]
+        return jnp.concatenate(parts, axis=0).astype(self.dtype)
+
+    def scores(self, product: jax.Array) -> jax.Array:
+        """Products of `spread` rows with keys, as [rows, num_keys]: of even tokens, then of odd."""
+        if self.row_tokens == 1:
+            return product
+        middle = product.shape[0] // 2
+        return jnp.concatenate([product[:middle], product[middle:]], axis=1)
+
+    def spread_weights(self, weights: jax.Array) -> jax.Array:
+        """The opposite of `scores`, as operands."""
+        if self.row_tokens == 1:
+            return weights.astype(self.dtype)
+        middle = weights.shape[1] // 2
+        parts = [weights[:, :middle], weights[:, middle:]]
+        return jnp.concatenate(parts, axis=0).astype(self.dtype)
+
+    def join(self, product: jax.Array) -> jax.Array:
+        """Products of `spread_weights` with values, one row again: each half of its own tokens.
+
+        The halves of a row are to be added, which is left to whoever reads the output.
+        """
+        if self.row_tokens == 1:
+            return product
+        middle = product.shape[0] // 2
+        half = self._lane_half((middle, LANES))
+        return jnp.where(half == 0, product[:middle], product[middle:])
+
+    def scale(self, scores: jax.Array) -> jax.Array:
+        """Scale and cap scores, for powers of two."""
+        if self.soft_cap is None:
+            return scores * (self.sm_scale * LOG2_E)
+        capped = jnp.tanh(scores * (self.sm_scale / self.soft_cap))
+        return capped * (self.soft_cap * LOG2_E)
+
+    @staticmethod
+    def _lane_half(shape: tuple[int, ...]) -> jax.Array:
+        return lax.broadcasted_iota(jnp.int32, shape, 1) // (LANES // 2)
 
     @property
     def chunks(self) -> list[tuple[int, int]]:
@@ -119,6 +214,13 @@ class BlockShape:
         ]
         return q[0] if self.max_q_len == 1 else jnp.concatenate(parts, axis=0)
 
+    def rows_of_heads(self, sinks: jax.Array) -> jax.Array:
+        """Scores of heads [H], for powers of two, in the rows [R, 128] of `by_head`."""
+        by_head = sinks.reshape(self.num_kv_heads, 1, self.group) * LOG2_E
+        shape = (self.num_kv_heads, self.max_q_len, self.group)
+        rows = jnp.broadcast_to(by_head, shape).reshape(-1, 1)
+        return jnp.broadcast_to(rows.astype(jnp.float32), (self.num_rows, LANES))
+
     def by_token(self, rows: jax.Array) -> jax.Array:
         """Rows [R, D] to [tokens, H, D]."""
         if self.max_q_len == 1:
@@ -129,7 +231,7 @@ class BlockShape:
             for first in range(token * self.group, self.num_rows, self.head_rows)
         ]
         rows = jnp.concatenate(parts, axis=0)
-        return rows.reshape(self.max_q_len, self.num_heads, self.head_dim)
+        return rows.reshape(self.max_q_len, self.num_heads, LANES)
 
 
 def attend_block(
@@ -161,10 +263,10 @@ def attend_block(
     )
 
 
-def new_state(num_rows: int, head_dim: int) -> State:
+def new_state(num_rows: int) -> State:
     """The state before the first block."""
-    zeros = jnp.zeros((num_rows, head_dim), jnp.float32)
-    return jnp.full((num_rows, head_dim), NO_MAX, jnp.float32), zeros, zeros
+    zeros = jnp.zeros((num_rows, LANES), jnp.float32)
+    return jnp.full((num_rows, LANES), NO_MAX, jnp.float32), zeros, zeros
 
 
 def merge_block(state: State, block: State) -> State:
@@ -178,10 +280,20 @@ def merge_block(state: State, block: State) -> State:
     return new_top, total, acc
 
 
-def normalise(state: State) -> jax.Array:
-    """Return the weighted mean of the values, f32 [R, D]."""
-    _, total, acc = state
-    return acc / jnp.broadcast_to(total.sum(axis=1, keepdims=True), acc.shape)
+def normalise(state: State, sinks: jax.Array | None = None) -> jax.Array:
+    """Return the weighted mean of the values, f32 [R, D].
+
+    Args:
+        state: after the last block.
+        sinks: [R, D], a score per row as a power of two, which takes weight and has no value.
+    """
+    top, total, acc = state
+    total = jnp.broadcast_to(total.sum(axis=1, keepdims=True), acc.shape)
+    if sinks is None:
+        return acc / total
+    new_top = jnp.maximum(top, sinks)
+    decay = jnp.exp2(top - new_top)
+    return acc * decay / (total * decay + jnp.exp2(sinks - new_top))
 
 
 def _attend_heads(
@@ -193,35 +305,42 @@ def _attend_heads(
     num_keys: Any,
     q_len: Any,
 ) -> State:
-    head_dim, num_heads = shape.head_dim, heads[1] - heads[0]
+    num_heads = heads[1] - heads[0]
     row_head = lax.broadcasted_iota(jnp.int32, rows.shape, 0) // shape.head_rows
     scores = jnp.zeros((), jnp.float32)
     for head in range(num_heads):
         # One product per head: with heads side by side the compiler transposes keys by itself.
         own = rows if num_heads == 1 else jnp.where(row_head == head, rows, 0.0)
-        keys = _head(shape, kv_ref, 2 * (heads[0] + head))
         scores += lax.dot_general(
-            own.astype(shape.kv_dtype),
-            keys,
+            shape.spread(own),
+            shape.load(kv_ref, 2 * (heads[0] + head)),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
     mask = _score_mask(shape, rows.shape[0], num_keys, q_len)
-    scores = jnp.where(mask, scores * (shape.sm_scale * LOG2_E), NO_MAX)
+    scores = jnp.where(mask, shape.scale(shape.scores(scores)), NO_MAX)
     top = jnp.max(scores, axis=1, keepdims=True)
     weights = jnp.exp2(scores - top)
     total = sum_by_lane(weights)
-    values = [_head(shape, kv_ref, 2 * head + 1) for head in range(*heads)]
+    values = [shape.load(kv_ref, 2 * head + 1) for head in range(*heads)]
     product = lax.dot_general(
-        weights.astype(shape.kv_dtype),
+        shape.spread_weights(weights),
         values[0] if num_heads == 1 else jnp.concatenate(values, axis=1),
         (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    acc = product[:, :head_dim]
+    parts = [shape.join(product[:, i * LANES : (i + 1) * LANES]) for i in range(num_heads)]
+    acc = parts[0]
     for head in range(1, num_heads):
-        acc = jnp.where(row_head == head, product[:, head * head_dim : (head + 1) * head_dim], acc)
+        acc = jnp.where(row_head == head, parts[head], acc)
     return jnp.broadcast_to(top, rows.shape), total, acc
+
+
+def cast_rows(rows: jax.Array, dtype: Any) -> jax.Array:
+    """f32 rows as pages hold them; for pages of integers they are whole already."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        rows = rows.astype(jnp.int32)
+    return rows.astype(dtype)
 
 
 def sum_by_lane(weights: jax.Array) -> jax.Array:
@@ -232,12 +351,8 @@ def sum_by_lane(weights: jax.Array) -> jax.Array:
     return total
 
 
-def _head(shape: BlockShape, kv_ref: Any, row: int) -> jax.Array:
-    return kv_ref[:, row].reshape(shape.num_keys, shape.head_dim)
-
-
 def _score_mask(shape: BlockShape, num_rows: int, num_keys: Any, q_len: Any) -> jax.Array:
-    keys = lax.broadcasted_iota(jnp.int32, (num_rows, shape.num_keys), 1)
+    keys = shape.column_key(num_rows)
     if shape.max_q_len == 1 and shape.sliding_window is None:
         return keys < num_keys
     token = lax.broadcasted_iota(jnp.int32, keys.shape, 0) % shape.head_rows // shape.group

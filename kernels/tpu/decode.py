@@ -33,7 +33,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tpu.block import BlockShape, attend_block, merge_block, new_state, normalise
+from kernels.tpu.block import (
+    LANES,
+    BlockShape,
+    attend_block,
+    cast_rows,
+    merge_block,
+    new_state,
+    normalise,
+)
 from kernels.tpu.plan import PAGE_WINDOW, DecodePlan
 from kernels.tpu.ragged import wait_rows
 
@@ -106,6 +114,7 @@ def decode_attention(
     page_windows: jax.Array,
     plan: DecodePlan,
     out: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     shape: DecodeShape,
     vmem_limit_bytes: int,
@@ -120,6 +129,7 @@ def decode_attention(
         page_windows: i32 [S, W, 1, 128], see `plan.page_windows`.
         plan: sequences and their blocks.
         out: [T, H, D]; rows of sequences that are not in the plan keep their values.
+        sinks: f32 [R, 128] as rows of a block, each row one value; None without.
         shape: static sizes.
         vmem_limit_bytes: what the compiler may use.
         interpret: parameters of TPU interpret mode, for tests.
@@ -127,13 +137,13 @@ def decode_attention(
     block = shape.block
     num_pages = shape.round_items * block.pages
     num_rows = shape.round_items * block.max_q_len
-    state = pltpu.VMEM((block.num_rows, block.head_dim), jnp.float32)
+    state = pltpu.VMEM((block.num_rows, LANES), jnp.float32)
     item_table = pltpu.SMEM((_IDS_SLOTS, shape.round_items), jnp.int32)
     counter = pltpu.SMEM((_SLOTS,), jnp.int32)
     semaphores = pltpu.SemaphoreType.DMA((_SLOTS,))
-    row_shape = (block.num_heads, block.head_dim)
-    page_shape = (2 * block.num_kv_heads, block.page_size, block.head_dim)
-    tile_shape = (2 * block.num_kv_heads, block.tile_rows, block.head_dim)
+    row_shape = (block.num_heads, LANES)
+    page_shape = (2 * block.num_kv_heads, block.page_rows, LANES)
+    tile_shape = (2 * block.num_kv_heads, block.tile_rows, LANES)
     buffers = _Buffers(
         pages=pltpu.VMEM((_SLOTS, num_pages, *page_shape), block.kv_dtype),
         qkv=pltpu.VMEM((_SLOTS, num_rows, *qkv.shape[1:]), qkv.dtype),
@@ -151,12 +161,13 @@ def decode_attention(
     )
     any_space = pl.BlockSpec(memory_space=pl.ANY)
     num_scalars = len(plan)
+    extra = () if sinks is None else (sinks,)
     return pl.pallas_call(
         functools.partial(_run, shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
             grid=(1,),
-            in_specs=[any_space] * 4,
+            in_specs=[any_space] * 4 + [pl.BlockSpec(memory_space=pltpu.VMEM) for _ in extra],
             out_specs=[any_space] * 2,
             scratch_shapes=[
                 buffers,
@@ -174,13 +185,14 @@ def decode_attention(
         ),
         interpret=interpret,
         name="decode_attention",
-    )(*plan, page_windows, qkv, out, kv_pages)
+    )(*plan, page_windows, qkv, out, kv_pages, *extra)
 
 
 def _run(shape: DecodeShape, *refs: Any) -> None:
     plan = DecodePlan(*refs[: len(DecodePlan._fields)])
-    windows, qkv, _, _, out, pages, buffers, item, pending = refs[len(plan) :]
-    kernel = _Kernel(shape, plan, windows, qkv, out, pages, buffers, item, pending)
+    windows, qkv, _, _, *extra, out, pages, buffers, item, pending = refs[len(plan) :]
+    sinks = extra[0] if extra else None
+    kernel = _Kernel(shape, plan, windows, qkv, out, pages, sinks, buffers, item, pending)
     num_rounds = pl.cdiv(plan.num_items[0], shape.round_items)
     for counter in pending:
         for slot in range(_SLOTS):
@@ -218,6 +230,7 @@ class _Kernel:
     qkv: Any
     out: Any
     pages: Any
+    sinks: Any
     buffers: _Buffers
     item: _Item
     pending: _Pending
@@ -310,6 +323,7 @@ class _Kernel:
         slot, ids_slot = index % _SLOTS, index % _IDS_SLOTS
         block, buffers = self.shape.block, self.buffers
         state = (buffers.top[...], buffers.total[...], buffers.acc[...])
+        sinks = None if self.sinks is None else self.sinks[...]
         for j in range(self.shape.round_items):
             rows = pl.ds(j * block.max_q_len, block.max_q_len)
             partial = attend_block(
@@ -322,10 +336,12 @@ class _Kernel:
             is_first = self.item.is_first[ids_slot, j] != 0
             state = tuple(
                 jnp.where(is_first, new, old)
-                for new, old in zip(new_state(block.num_rows, block.head_dim), state, strict=True)
+                for new, old in zip(new_state(block.num_rows), state, strict=True)
             )
             state = merge_block(state, partial)
-            buffers.out[slot, rows] = block.by_token(normalise(state)).astype(buffers.out.dtype)
+            buffers.out[slot, rows] = block.by_token(normalise(state, sinks)).astype(
+                buffers.out.dtype
+            )
         buffers.top[...], buffers.total[...], buffers.acc[...] = state
 
     def start_outs(self, index: Any) -> None:
@@ -364,20 +380,22 @@ class _Kernel:
 
         def store_row(i: jax.Array, carry: None) -> None:
             key = first_new + i
-            page, row = j * block.pages + key // block.page_size, key % block.page_size
+            page, slot_in_page = j * block.pages + key // block.page_size, key % block.page_size
+            row = slot_in_page // block.row_tokens
             new_rows = pl.ds(block.num_heads, 2 * block.num_kv_heads)
             new = buffers.qkv[slot, j * block.max_q_len + i, new_rows].astype(jnp.float32)
             rows = pl.ds(pl.multiple_of(row // tile * tile, tile), tile)
-            is_row = lax.broadcasted_iota(jnp.int32, (tile, block.head_dim), 0) == row % tile
+            is_row = block.row_token(tile) == slot_in_page % block.tile_tokens
             for head in range(2 * block.num_kv_heads):
                 old = buffers.pages[slot, page, head, rows].astype(jnp.float32)
                 both = jnp.where(is_row, new[head : head + 1], old)
-                buffers.pages[slot, page, head, rows] = both.astype(block.kv_dtype)
+                buffers.pages[slot, page, head, rows] = cast_rows(both, block.kv_dtype)
             return carry
 
         def write_tile(i: jax.Array, carry: None) -> None:
-            first_key = (first_tile + i) * tile
-            page, row = first_key // block.page_size, first_key % block.page_size
+            first_key = (first_tile + i) * block.tile_tokens
+            page = first_key // block.page_size
+            row = first_key % block.page_size // block.row_tokens
             rows = pl.ds(pl.multiple_of(row, tile), tile)
             # A copy, since the block is cleared below while this is on its way.
             buffers.tiles[slot, j, i] = buffers.pages[slot, j * block.pages + page, :, rows]
@@ -386,24 +404,28 @@ class _Kernel:
             return carry
 
         lax.fori_loop(begin, end, store_row, None)
-        first_tile = (first_new + begin) // tile
-        num_tiles = jnp.where(begin < end, pl.cdiv(first_new + end, tile) - first_tile, 0)
+        tokens = block.tile_tokens
+        first_tile = (first_new + begin) // tokens
+        num_tiles = jnp.where(begin < end, pl.cdiv(first_new + end, tokens) - first_tile, 0)
         lax.fori_loop(0, num_tiles, write_tile, None)
         self.pending.tiles[slot] += num_tiles
 
     def _clear_values(self, slot: Any, j: Any, num_keys: Any, q_len: Any) -> None:
-        """Zero the values of keys that no row sees: a weight of 0 times anything must be 0."""
+        """Zero what no row sees, see `BlockShape.cleared_rows`."""
         block, pages = self.shape.block, self.buffers.pages
-        tile = block.tile_rows
+        tile = block.tile_tokens
 
         def clear_tile(index: jax.Array, carry: None) -> None:
             page = j * block.pages + index * tile // block.page_size
-            first = pl.multiple_of(index * tile % block.page_size, tile)
-            keys = index * tile + lax.broadcasted_iota(jnp.int32, (tile, block.head_dim), 0)
+            first = index * tile % block.page_size // block.row_tokens
+            first = pl.multiple_of(first, block.tile_rows)
+            keys = index * tile + block.row_token(block.tile_rows)
             is_live = block.is_live(keys, num_keys, q_len)
-            for head in range(1, 2 * block.num_kv_heads, 2):
-                ref = pages.at[slot, page, head, pl.ds(first, tile)]
-                ref[...] = jnp.where(is_live, ref[...].astype(jnp.float32), 0.0).astype(ref.dtype)
+            for head in block.cleared_rows:
+                ref = pages.at[slot, page, head, pl.ds(first, block.tile_rows)]
+                ref[...] = cast_rows(
+                    jnp.where(is_live, ref[...].astype(jnp.float32), 0.0), ref.dtype
+                )
             return carry
 
         def clear_page(page: jax.Array, carry: None) -> None:

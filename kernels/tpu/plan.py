@@ -49,13 +49,14 @@ def plan_decode(
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
     *,
+    min_q_len: int,
     max_q_len: int,
     block_size: int,
     sliding_window: int | None,
 ) -> DecodePlan:
-    """List the key blocks of the sequences with 1 to `max_q_len` new tokens, in their order."""
+    """List the key blocks of the sequences with `min_q_len` to `max_q_len` new tokens, in order."""
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    is_chosen = _is_in_use(q_lens, num_seqs) & (q_lens <= max_q_len)
+    is_chosen = _is_in_use(q_lens, num_seqs) & (q_lens >= min_q_len) & (q_lens <= max_q_len)
     num_chosen = is_chosen.sum()
     seq_ids = compact(is_chosen)
     is_used = jnp.arange(seq_ids.shape[0]) < num_chosen

@@ -33,9 +33,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.tpu.block import (
+    LANES,
     LOG2_E,
     NO_MAX,
     BlockShape,
+    cast_rows,
     merge_block,
     new_state,
     normalise,
@@ -66,6 +68,13 @@ class PrefillShape:
     def num_subs(self) -> int:
         """Sub-blocks of a query block."""
         return self.query_tokens // self.block.max_q_len
+
+    def rows_of_heads(self, sinks: jax.Array) -> jax.Array:
+        """Scores of heads [H], for powers of two, in the rows [K, rows, 128] of a sub-block."""
+        block = self.block
+        rows = jnp.repeat(sinks.astype(jnp.float32) * LOG2_E, block.max_q_len)
+        rows = rows.reshape(block.num_kv_heads, block.head_rows, 1)
+        return jnp.broadcast_to(rows, (*rows.shape[:2], LANES))
 
 
 class _Item(NamedTuple):
@@ -111,6 +120,7 @@ def prefill_attention(
     page_windows: jax.Array,
     plan: DecodePlan,
     out: jax.Array,
+    sinks: jax.Array | None = None,
     *,
     shape: PrefillShape,
     vmem_limit_bytes: int,
@@ -119,26 +129,27 @@ def prefill_attention(
     """Attend with the plan's query blocks to pages that hold their keys already.
 
     Args:
-        qkv: [T, H + 2K, D]; only the queries are read.
+        qkv: [T, H, D] or more; only the first H, the queries, are read.
         kv_pages: [N, 2K, page, D].
         page_windows: i32 [S, W, 1, 128], see `plan.page_windows`.
         plan: query blocks and their key blocks.
         out: [T, H, D], updated in place; rows that are not in the plan keep their values.
+        sinks: f32 [K, rows, 128] as rows of a sub-block, each row one value; None without.
         shape: static sizes.
         vmem_limit_bytes: what the compiler may use.
         interpret: parameters of TPU interpret mode, for tests.
     """
     block = shape.block
-    token = (block.num_heads, block.head_dim)
-    page = (2 * block.num_kv_heads, block.page_size, block.head_dim)
-    sub = (shape.num_subs, block.num_kv_heads, block.head_rows, block.head_dim)
+    token = (block.num_heads, LANES)
+    page = (2 * block.num_kv_heads, block.page_rows, LANES)
+    sub = (shape.num_subs, block.num_kv_heads, block.head_rows, LANES)
     state = pltpu.VMEM(sub, jnp.float32)
     semaphores = pltpu.SemaphoreType.DMA((_SLOTS,))
     buffers = _Buffers(
         pages=pltpu.VMEM((_SLOTS, block.pages, *page), block.kv_dtype),
         q=pltpu.VMEM((_SLOTS, shape.query_tokens, *token), qkv.dtype),
-        rows=pltpu.VMEM((shape.query_tokens * block.num_heads, block.head_dim), jnp.float32),
-        q_heads=pltpu.VMEM(sub, block.kv_dtype),
+        rows=pltpu.VMEM((shape.query_tokens * block.num_heads, LANES), jnp.float32),
+        q_heads=pltpu.VMEM((*sub[:2], block.row_tokens * block.head_rows, LANES), block.dtype),
         out=pltpu.VMEM((shape.query_tokens, *token), out.dtype),
         top=state,
         total=state,
@@ -152,12 +163,13 @@ def prefill_attention(
     )
     any_space = pl.BlockSpec(memory_space=pl.ANY)
     table = pltpu.SMEM((_IDS_SLOTS,), jnp.int32)
+    extra = () if sinks is None else (sinks,)
     return pl.pallas_call(
         functools.partial(_run, shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(plan),
             grid=(1,),
-            in_specs=[any_space] * 4,
+            in_specs=[any_space] * 4 + [pl.BlockSpec(memory_space=pltpu.VMEM) for _ in extra],
             out_specs=any_space,
             scratch_shapes=[buffers, _Item(*[table] * len(_Item._fields))],
         ),
@@ -168,13 +180,14 @@ def prefill_attention(
         ),
         interpret=interpret,
         name="prefill_attention",
-    )(*plan, page_windows, qkv, kv_pages, out)
+    )(*plan, page_windows, qkv, kv_pages, out, *extra)
 
 
 def _run(shape: PrefillShape, *refs: Any) -> None:
     plan = DecodePlan(*refs[: len(DecodePlan._fields)])
-    windows, qkv, pages, _, out, buffers, item = refs[len(plan) :]
-    kernel = _Kernel(shape, plan, windows, qkv, out, pages, buffers, item)
+    windows, qkv, pages, _, *extra, out, buffers, item = refs[len(plan) :]
+    sinks = extra[0] if extra else None
+    kernel = _Kernel(shape, plan, windows, qkv, out, pages, sinks, buffers, item)
     num_items = plan.num_items[0]
     buffers.num_outs[0] = 0
 
@@ -209,6 +222,7 @@ class _Kernel:
     qkv: Any
     out: Any
     pages: Any
+    sinks: Any
     buffers: _Buffers
     item: _Item
 
@@ -294,25 +308,27 @@ class _Kernel:
                         for head in range(block.group)
                     ]
                     rows = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
-                    buffers.q_heads[sub, kv_head] = rows.astype(buffers.q_heads.dtype)
-                    zero = new_state(block.head_rows, block.head_dim)
+                    buffers.q_heads[sub, kv_head] = block.spread(rows)
+                    zero = new_state(block.head_rows)
                     self._set_state(sub, kv_head, zero)
                 return carry
 
             lax.fori_loop(0, self._num_subs(ids_slot), begin_sub, None)
 
     def clear_values(self, index: Any) -> None:
-        """Zero the values of keys past the query block's last: a weight of 0 times any is 0."""
+        """Zero what lies past the query block's last key, see `BlockShape.cleared_rows`."""
         slot, ids_slot = index % _SLOTS, index % _IDS_SLOTS
         block, pages = self.shape.block, self.buffers.pages
         num_keys, q_len = self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
 
         def clear_page(page: jax.Array, carry: None) -> None:
-            keys = lax.broadcasted_iota(jnp.int32, (block.page_size, block.head_dim), 0)
-            is_live = block.is_live(page * block.page_size + keys, num_keys, q_len)
-            for head in range(1, 2 * block.num_kv_heads, 2):
+            keys = page * block.page_size + block.row_token(block.page_rows)
+            is_live = block.is_live(keys, num_keys, q_len)
+            for head in block.cleared_rows:
                 ref = pages.at[slot, page, head]
-                ref[...] = jnp.where(is_live, ref[...].astype(jnp.float32), 0.0).astype(ref.dtype)
+                ref[...] = cast_rows(
+                    jnp.where(is_live, ref[...].astype(jnp.float32), 0.0), ref.dtype
+                )
             return carry
 
         first_page = num_keys // block.page_size
@@ -367,7 +383,8 @@ class _Kernel:
         def _() -> None:
             def end_sub(sub: jax.Array, carry: None) -> None:
                 for kv_head in range(block.num_kv_heads):
-                    rows = normalise(self._state(sub, kv_head))
+                    sinks = None if self.sinks is None else self.sinks[kv_head]
+                    rows = normalise(self._state(sub, kv_head), sinks)
                     for head in range(block.group):
                         part = rows[head * block.max_q_len : (head + 1) * block.max_q_len]
                         target = self._rows_of_head(sub, kv_head * block.group + head)
@@ -394,26 +411,24 @@ class _Kernel:
         wait_rows(self.buffers.out, self.buffers.out_sem, count=self.buffers.num_outs[0])
 
     def _scores(self, slot: Any, sub: Any, kv_head: Any) -> jax.Array:
-        return lax.dot_general(
+        block = self.shape.block
+        product = lax.dot_general(
             self.buffers.q_heads[sub, kv_head],
-            self._keys_or_values(slot, 2 * kv_head),
+            block.load(self.buffers.pages.at[slot], 2 * kv_head),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
-
-    def _keys_or_values(self, slot: Any, row: Any) -> jax.Array:
-        block = self.shape.block
-        return self.buffers.pages[slot, :, row].reshape(block.num_keys, block.head_dim)
+        return block.scores(product)
 
     def _attend(
         self, slot: Any, sub: Any, kv_head: Any, scores: jax.Array, first: Any | None
     ) -> None:
         """One KV head of one sub-block; its first token stands at key `first`, None for no mask."""
         block = self.shape.block
-        scores = scores * (block.sm_scale * LOG2_E)
+        scores = block.scale(scores)
         if first is not None:
             token = lax.broadcasted_iota(jnp.int32, scores.shape, 0) % block.max_q_len
-            key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            key = block.column_key(scores.shape[0])
             mask = key - token <= first
             if block.sliding_window is not None:
                 mask &= key - token > first - block.sliding_window
@@ -421,11 +436,12 @@ class _Kernel:
         top = jnp.max(scores, axis=1, keepdims=True)
         weights = jnp.exp2(scores - top)
         product = lax.dot_general(
-            weights.astype(block.kv_dtype),
-            self._keys_or_values(slot, 2 * kv_head + 1),
+            block.spread_weights(weights),
+            block.load(self.buffers.pages.at[slot], 2 * kv_head + 1),
             (((1,), (0,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
+        product = block.join(product)
         partial = (jnp.broadcast_to(top, product.shape), sum_by_lane(weights), product)
         self._set_state(sub, kv_head, merge_block(self._state(sub, kv_head), partial))
 

@@ -11,6 +11,9 @@ is not filled whole is read first, so that nothing else in it changes.
 | pages | [N, 2K, page, D] | HBM, whole pages |
 | token buffer | [2, page, 2K, D] | VMEM |
 | page buffer | [2, 2K, page, D] | VMEM |
+
+With heads of 64, a row holds two tokens (`BlockShape.row_tokens`): pages are then
+[N, 2K, page / 2, 128], and tokens come with each half of their row alike.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.tpu.block import cast_rows
 from kernels.tpu.plan import StorePlan
 from kernels.tpu.ragged import copy_rows, wait_rows
 
@@ -35,15 +39,17 @@ def store_pages(
     kv_pages: jax.Array,
     plan: StorePlan,
     *,
+    row_tokens: int,
     vmem_limit_bytes: int,
     interpret: Any = False,
 ) -> jax.Array:
     """Return the pages, updated in place when donated, with the plan's tokens stored."""
-    _, num_kv_rows, page_size, head_dim = kv_pages.shape
+    _, num_kv_rows, page_rows, head_dim = kv_pages.shape
+    page_size = page_rows * row_tokens
     any_space = pl.BlockSpec(memory_space=pl.ANY)
     semaphores = pltpu.SemaphoreType.DMA((_SLOTS,))
     return pl.pallas_call(
-        functools.partial(_run, qkv.shape[1] - num_kv_rows),
+        functools.partial(_run, qkv.shape[1] - num_kv_rows, row_tokens),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(plan),
             grid=(1,),
@@ -52,7 +58,7 @@ def store_pages(
             scratch_shapes=[
                 pltpu.VMEM((_SLOTS, page_size, num_kv_rows, head_dim), qkv.dtype),
                 pltpu.VMEM((page_size * num_kv_rows, head_dim), jnp.float32),
-                pltpu.VMEM((_SLOTS, num_kv_rows, page_size, head_dim), kv_pages.dtype),
+                pltpu.VMEM((_SLOTS, num_kv_rows, page_rows, head_dim), kv_pages.dtype),
                 semaphores,
                 semaphores,
                 semaphores,
@@ -68,10 +74,10 @@ def store_pages(
     )(*plan, qkv, kv_pages)
 
 
-def _run(num_heads: int, *refs: Any) -> None:
+def _run(num_heads: int, row_tokens: int, *refs: Any) -> None:
     plan = StorePlan(*refs[: len(StorePlan._fields)])
     qkv, _, pages, tokens, by_head, page_buffer, token_sem, in_sem, out_sem = refs[len(plan) :]
-    _, page_size, num_kv_rows, head_dim = tokens.shape
+    _, page_size, num_kv_rows, _ = tokens.shape
 
     def in_copy(entry: Any, slot: Any) -> Any:
         return pltpu.make_async_copy(
@@ -124,12 +130,7 @@ def _run(num_heads: int, *refs: Any) -> None:
 
         wait_rows(tokens.at[slot], token_sem.at[slot], count=count)
         by_head[...] = tokens[slot].reshape(by_head.shape).astype(jnp.float32)
-        rows = lax.broadcasted_iota(jnp.int32, (page_size, head_dim), 0)
-        is_new = (rows >= first) & (rows < first + count)
-        for head in range(num_kv_rows):
-            new = by_head[pl.ds(head, page_size, stride=num_kv_rows)]
-            old = page_buffer[slot, head].astype(jnp.float32)
-            page_buffer[slot, head] = jnp.where(is_new, new, old).astype(page_buffer.dtype)
+        _put(by_head, page_buffer.at[slot], first=first, count=count, row_tokens=row_tokens)
         out_copy(entry, slot).start()
         return carry
 
@@ -140,3 +141,18 @@ def _run(num_heads: int, *refs: Any) -> None:
         return carry
 
     lax.fori_loop(jnp.maximum(num_entries - _SLOTS, 0), num_entries, drain, None)
+
+
+def _put(by_head: Any, page: Any, *, first: Any, count: Any, row_tokens: int) -> None:
+    """Take tokens [first, first + count) of a page's buffer [page * 2K, D] into [2K, page, D]."""
+    num_kv_rows, page_rows, head_dim = page.shape
+    part = lax.broadcasted_iota(jnp.int32, (page_rows, head_dim), 1) // (head_dim // row_tokens)
+    token = lax.broadcasted_iota(jnp.int32, part.shape, 0) * row_tokens + part
+    is_new = (token >= first) & (token < first + count)
+    for head in range(num_kv_rows):
+        new = by_head[pl.ds(head, page_rows, stride=row_tokens * num_kv_rows)]
+        if row_tokens == 2:
+            second = by_head[pl.ds(num_kv_rows + head, page_rows, stride=2 * num_kv_rows)]
+            new = jnp.where(part == 0, new, second)
+        old = page[head].astype(jnp.float32)
+        page[head] = cast_rows(jnp.where(is_new, new, old), page.dtype)

@@ -17,7 +17,8 @@ from kernels.tpu.prefill import PrefillShape
 
 _VMEM_BYTES = 48 << 20
 """Limit of a kernel: three quarters of a TPU7x core's 64 MiB; v5e and v6e have 128 MiB."""
-_BLOCK_KEYS = 1024
+BLOCK_KEYS = 1024
+"""Keys of a block where a key has 256 bytes, and the largest page; more where it has fewer."""
 _ROUND_BYTES = 8 << 20
 _MAX_ROUND_ITEMS = 8
 _SUB_ROWS = 256
@@ -49,29 +50,39 @@ class Tiling:
         *,
         num_heads: int,
         num_kv_heads: int,
-        head_dim: int,
+        row_tokens: int,
         page_size: int,
         kv_dtype: Any,
+        dtype: Any,
         sm_scale: float,
         sliding_window: int | None,
-    ) -> tuple[DecodeShape, PrefillShape]:
-        """Static shapes of the decode and the prefill kernel."""
+        soft_cap: float | None = None,
+    ) -> tuple[tuple[DecodeShape, ...], PrefillShape]:
+        """Static shapes: decode of 1 token, of 2 to `decode_q_len` if that is more, and prefill.
+
+        A row of a sequence with one new token costs the same beside others that verify drafts.
+        """
 
         def block(max_q_len: int) -> BlockShape:
             return BlockShape(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
-                head_dim=head_dim,
+                row_tokens=row_tokens,
                 page_size=page_size,
                 pages=self.block_keys // page_size,
                 max_q_len=max_q_len,
                 kv_dtype=kv_dtype,
+                dtype=dtype,
                 sm_scale=sm_scale,
                 sliding_window=sliding_window,
+                soft_cap=soft_cap,
             )
 
         return (
-            DecodeShape(block=block(self.decode_q_len), round_items=self.round_items),
+            tuple(
+                DecodeShape(block=block(q_len), round_items=self.round_items)
+                for q_len in sorted({1, self.decode_q_len})
+            ),
             PrefillShape(block=block(self.sub_tokens), query_tokens=self.query_tokens),
         )
 
@@ -82,6 +93,7 @@ def choose_tiling(
     num_kv_heads: int,
     page_size: int,
     kv_dtype: Any,
+    row_tokens: int = 1,
     decode_q_len: int = 1,
 ) -> Tiling:
     """Choose sizes for a shape.
@@ -90,11 +102,14 @@ def choose_tiling(
     A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using
     them; with more, scores spill.
     """
-    block_keys = max(_BLOCK_KEYS, page_size)
+    key_bytes = LANES // row_tokens * jnp.dtype(kv_dtype).itemsize
+    block_keys = max(BLOCK_KEYS, page_size) * max(1, 256 // key_bytes)
     block_bytes = 2 * num_kv_heads * block_keys * LANES * jnp.dtype(kv_dtype).itemsize
+    block_bytes //= row_tokens
     round_items = max(1, min(_MAX_ROUND_ITEMS, _ROUND_BYTES // block_bytes))
     group = num_heads // num_kv_heads
-    sub_tokens = max(8, _SUB_ROWS // group // 8 * 8)
+    sub_rows = _SUB_ROWS * BLOCK_KEYS // block_keys
+    sub_tokens = max(8, sub_rows // group // 8 * 8)
     return Tiling(
         block_keys=block_keys,
         round_items=round_items,

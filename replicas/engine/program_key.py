@@ -53,7 +53,8 @@ def describe_environment(
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "platform": device.platform,
-        "platform_version": device.client.platform_version,
+        # A TPU's runtime puts its own name before what the compiler alone says: when it was built.
+        "platform_version": device.client.platform_version.splitlines()[-1],
         "device_kind": device.device_kind,
         "devices": ",".join(str(d.id) for d in devices),
         # XLA compiles for exactly the instruction sets of this machine.

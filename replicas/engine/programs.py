@@ -4,23 +4,47 @@
   list    show every program of the store and whether a replica would load it
   verify  check that all programs of the file are there and sound; status 1 if not
   prune   delete what no replica would load
+  check   say whether the file's engines fit a TPU slice, and how fast; status 1 if they do not
 
-Run it where replicas run: programs are for this machine's processor and these packages.
+Programs are for this machine's processor and these packages: run it where replicas run. With
+--topology they are for a TPU slice, and no TPU is needed: v6e:2x2, v5e:2x4, tpu7x:2x2x1.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
+
+from replicas.config import EngineConfig
+from replicas.engine import tpu_topology
+from replicas.engine.buckets import Bucket
+from replicas.engine.memory_plan import NoRoom
 from replicas.engine.model_runner import ModelRunner
+from replicas.engine.preflight import (
+    DEFAULT_CONTEXT,
+    MemoryCheck,
+    ProgramCheck,
+    advise_on_programs,
+    advise_on_weights,
+    check_memory,
+    compile_program,
+    predict_bucket,
+)
 from replicas.engine.program_store import ProgramHeader, ProgramStore, StoredProgram
 from replicas.engine.serve_file import EngineApplication, read_applications
-from replicas.engine.startup import build_abstract_runner, plan_engine
+from replicas.engine.startup import (
+    EnginePlan,
+    add_libtpu_options,
+    build_abstract_runner,
+    plan_engine,
+)
 
 _MIB = 1 << 20
 _SHORT = 12
@@ -29,20 +53,21 @@ _SHORT = 12
 class Programs:
     """The programs that one application needs, and the store that should hold them."""
 
-    def __init__(self, application: EngineApplication) -> None:
-        """Resolve the application's engine for this machine.
+    def __init__(self, application: EngineApplication, topology: str | None) -> None:
+        """Resolve the application's engine for this machine, or for a TPU slice.
 
         Raises:
             ValueError: its configuration cannot work, or names no store.
         """
         if application.engine.program_store is None:
             raise ValueError(f"application {application.name!r}: engine.program_store is not set")
-        plan = plan_engine(application.engine)
+        plan = plan_for(application.engine, topology)
         assert plan.store is not None
         self.name = application.name
         self.store: ProgramStore = plan.store
         self.directory = Path(application.engine.program_store)
         self._runner: ModelRunner = build_abstract_runner(plan)
+        self._devices = plan.mesh.devices.flatten().tolist() if plan.is_ahead else None
 
     def build(self) -> int:
         """Compile what is missing, one line each; return how many that were."""
@@ -50,7 +75,7 @@ class Programs:
         for index, bucket in enumerate(buckets):
             begin_s = time.monotonic()
             is_new = self.store.ensure(
-                str(bucket), lambda b=bucket: self._runner.lower(b), self._runner.compile
+                str(bucket), lambda b=bucket: self._lower(b), self._runner.compile
             )
             num_compiled += is_new
             what = f"compiled in {time.monotonic() - begin_s:.1f} s" if is_new else "there already"
@@ -62,7 +87,7 @@ class Programs:
         """Check every program, one line each; return how many cannot be loaded."""
         num_bad = 0
         for bucket in self._runner.buckets:
-            problem = self.store.check(str(bucket), lambda b=bucket: self._runner.lower(b))
+            problem = self.store.check(str(bucket), lambda b=bucket: self._lower(b))
             num_bad += problem is not None
             print(f"{self.name}: {bucket}: {problem or 'ok'}", flush=True)
         return num_bad
@@ -70,7 +95,7 @@ class Programs:
     def find(self) -> set[str]:
         """Return the keys of all programs that the application needs."""
         return {
-            self.store.find_key(str(bucket), lambda b=bucket: self._runner.lower(b))
+            self.store.find_key(str(bucket), lambda b=bucket: self._lower(b))
             for bucket in self._runner.buckets
         }
 
@@ -91,12 +116,100 @@ class Programs:
         for path, reason in self.store.prune():
             print(f"deleted {path.name[:_SHORT]}: {reason}")
 
+    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+        if self._devices is None:
+            return self._runner.lower(bucket)
+        with tpu_topology.lowering_for(self._devices):
+            return self._runner.lower(bucket)
+
     def _status(self, header: ProgramHeader, needed: set[str]) -> str:
         if header.key in needed:
             return "current"
         if stale := self.store.describe_staleness(header):
             return f"stale: {stale}"
         return "of another configuration"
+
+
+def plan_for(config: EngineConfig, topology: str | None) -> EnginePlan:
+    """Resolve an engine for this machine, or for the first devices of a TPU slice.
+
+    Raises:
+        ValueError: its configuration cannot work there.
+    """
+    if topology is None:
+        return plan_engine(config)
+    jax.config.update("jax_platforms", "cpu")
+    add_libtpu_options(config.libtpu_options)
+    devices = tpu_topology.get_devices(topology)
+    return plan_engine(dataclasses.replace(config, platform="tpu"), devices)
+
+
+def check(application: EngineApplication, topology: str | None, *, context: int) -> bool:
+    """Print whether an application's engine fits a TPU slice, and what its steps would take.
+
+    Raises:
+        ValueError: no topology is named, or the configuration cannot work for another reason.
+    """
+    if topology is None:
+        raise ValueError("check needs --topology, such as --topology v6e:2x2")
+    name, chip = application.name, tpu_topology.chip_of(topology)
+    try:
+        plan = plan_for(application.engine, topology)
+    except NoRoom as error:
+        print(f"{name}: {error}")
+        _print_advice(name, topology, advise_on_weights(error.config, error.model_config, chip))
+        return False
+    devices = plan.mesh.devices.flatten().tolist()
+    memory, runner = check_memory(plan, chip), build_abstract_runner(plan)
+    print(f"{name}: {_describe_memory(memory, topology)}", flush=True)
+    context = min(context, plan.config.max_model_len or context)
+    programs: list[ProgramCheck] = []
+    decode = ""
+    for bucket in runner.buckets[::-1]:  # the largest first: where memory is short, it shows
+        program = compile_program(runner, bucket, devices, kv_bytes=memory.kv_bytes)
+        programs.append(program)
+        step_s = predict_bucket(plan, chip, bucket, context=context).step_s
+        num_chips = max(1, len(devices) // chip.devices_per_chip)
+        tokens_per_s = bucket.num_tokens / step_s / num_chips
+        speed = f"{1e3 * step_s:.2f} ms, {tokens_per_s:,.0f} tokens/s/chip"
+        what = _describe_program(program, chip.hbm_bytes)
+        print(f"{name}: {bucket}: {what}; {speed}", flush=True)
+        if bucket.num_tokens == bucket.num_seqs and not decode:
+            decode = f"decode of {bucket.num_seqs} at {context:,} tokens: {speed}"
+    advice = advise_on_programs(plan.config, memory, programs)
+    if advice:
+        _print_advice(name, topology, advice)
+        return False
+    print(f"{name}: fits {topology}: {len(programs)} programs; predicted {decode}")
+    return True
+
+
+def _describe_memory(memory: MemoryCheck, topology: str) -> str:
+    return (
+        f"{topology}, {memory.num_devices} devices with {_gb(memory.chip.hbm_bytes)} each: weights "
+        f"{_gb(memory.weight_bytes)}, KV {_gb(memory.kv_bytes)} = {memory.num_pages:,} pages = "
+        f"{memory.num_tokens:,} tokens, {memory.num_full_length:.1f} sequences of full length"
+    )
+
+
+def _describe_program(program: ProgramCheck, limit: int) -> str:
+    if program.error is not None:
+        return program.error
+    what = "fits" if program.total_bytes <= limit else "DOES NOT FIT"
+    return (
+        f"{what}, {_gb(program.total_bytes)} with {_gb(program.temporary_bytes)} of temporaries, "
+        f"compiled in {program.compile_s:.0f} s"
+    )
+
+
+def _print_advice(name: str, topology: str, advice: Sequence[str]) -> None:
+    print(f"{name}: does not fit {topology}; change one of:")
+    for line in advice:
+        print(f"{name}:   {line}")
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
 
 
 def _describe(entry: StoredProgram, header: ProgramHeader, now_s: float) -> str:
@@ -154,10 +267,17 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=["build", "list", "verify", "prune"])
+    parser.add_argument("command", choices=["build", "list", "verify", "prune", "check"])
     parser.add_argument("--config", type=Path, default=Path("serve_config.yaml"))
     parser.add_argument("--application", help="default: every one of the file")
     parser.add_argument("--prune", action="store_true", help="build: prune afterwards")
+    parser.add_argument("--topology", help="a TPU slice, such as v6e:2x2; check needs it")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=DEFAULT_CONTEXT,
+        help="check: tokens of each sequence in the predicted steps (default: %(default)s)",
+    )
     return parser.parse_args(argv)
 
 
@@ -168,7 +288,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     num_bad = 0
     try:
         for application in _select(arguments.config, arguments.application):
-            programs = Programs(application)
+            if arguments.command == "check":
+                num_bad += not check(application, arguments.topology, context=arguments.context)
+                continue
+            programs = Programs(application, arguments.topology)
             if arguments.command == "build":
                 begin_s = time.monotonic()
                 count = programs.build()

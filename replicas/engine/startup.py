@@ -7,6 +7,7 @@ chose.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import sys
@@ -19,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from kernels import mla_reference, reference
 from kernels.cpu import library
@@ -28,18 +29,15 @@ from kernels.tpu import attention as tpu_attention
 from replicas.config import CompilerOption, EngineConfig, ModelConfig
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
+from replicas.engine.memory_plan import abstract_weights, choose_num_pages, device_bytes
 from replicas.engine.model_runner import LaunchedStep, Model, ModelRunner, ProgressFn
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.program_key import describe_environment, hash_parts, hash_sources
 from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
-from replicas.models.kv_cache import abstract_kv_pages, bytes_per_page, zeros
-from replicas.models.packing import abstract_packed_params, has_packable_sizes, pack_params
-from replicas.models.quantize import (
-    abstract_quantized_params,
-    quantize_params,
-    require_quantizable,
-)
+from replicas.models.kv_cache import abstract_kv_pages, zeros
+from replicas.models.packing import has_packable_sizes, pack_params
+from replicas.models.quantize import quantize_params, require_quantizable
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
     kv_pages_sharding,
@@ -48,7 +46,7 @@ from replicas.models.sharding import (
     shard_forward,
     shard_logits,
 )
-from replicas.models.weights import abstract_params, load_params
+from replicas.models.weights import load_params
 from replicas.wire import ModelInfo, StepEvents
 
 logger = logging.getLogger(__name__)
@@ -69,6 +67,8 @@ class EnginePlan:
         config: resolved: nothing in it is None or "auto".
         model_config: of the checkpoint.
         mesh: devices of the replica.
+        is_ahead: the devices need not exist here.
+        weights: their shapes, as from `abstract_weights`.
         fingerprint: digest of what determines the programs and, with equal weights, the tokens.
         store: where its programs are kept, or None.
     """
@@ -76,14 +76,23 @@ class EnginePlan:
     config: EngineConfig
     model_config: ModelConfig
     mesh: Mesh
+    is_ahead: bool
+    weights: Any
     fingerprint: str
     store: ProgramStore | None
+
+    @property
+    def whole(self) -> jax.sharding.Sharding | None:
+        """Sharding of what every device holds whole; None on a single device that is here."""
+        if self.mesh.size > 1:
+            return NamedSharding(self.mesh, PartitionSpec())
+        return SingleDeviceSharding(self.mesh.devices.flat[0]) if self.is_ahead else None
 
 
 def resolve_config(
     config: EngineConfig, model_config: ModelConfig, *, platform: str, has_native: bool
 ) -> EngineConfig:
-    """Return the configuration with every None and "auto" replaced by a value.
+    """Return the configuration with every None and "auto" replaced by a value, but `num_pages`.
 
     Raises:
         ValueError: a value does not fit the model, named with its limit.
@@ -95,24 +104,14 @@ def resolve_config(
             f"{model_config.max_position_embeddings}"
         )
     page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, 16)
-    num_pages = config.num_pages
-    if num_pages is None:
-        page_bytes = bytes_per_page(
-            model_config, page_size=page_size, dtype=jnp.dtype(config.dtype)
-        )
-        num_pages = 1 + config.kv_cache_bytes // page_bytes
-        if num_pages < 2:
-            raise ValueError(
-                f"kv_cache_bytes {config.kv_cache_bytes} holds no page of {page_bytes} bytes"
-            )
     if config.quantization == "int8":
         require_quantizable(model_config)
     attention = config.attention
     # A head of another size runs on the reference kernel, slower: the native one has vectors of 8.
     has_native_attention = has_native and model_config.head_dim % NATIVE_HEAD_DIM_MULTIPLE == 0
     has_latents = model_config.mla is not None
-    has_pallas = platform == "tpu" and model_config.head_dim == tpu_attention.HEAD_DIM
-    has_pallas = has_pallas and not has_latents and not model_config.has_sinks
+    has_pallas = platform == "tpu" and model_config.head_dim in tpu_attention.HEAD_DIMS
+    has_pallas = has_pallas and not has_latents
     if attention == "auto":
         is_native = platform == "cpu" and has_native_attention and not has_latents
         attention = "native" if is_native else "reference"
@@ -120,9 +119,9 @@ def resolve_config(
             attention = "pallas"
     if attention == "pallas" and not has_pallas:
         raise ValueError(
-            f"attention 'pallas' is for TPUs and a head_dim of {tpu_attention.HEAD_DIM}, without "
-            f"latents or sinks; got {platform!r}, {model_config.head_dim} and family "
-            f"{model_config.family!r}: set attention to 'auto'"
+            f"attention 'pallas' is for TPUs and a head_dim of 64 or 128, without latents; got "
+            f"{platform!r}, {model_config.head_dim} and family {model_config.family!r}: set "
+            "attention to 'auto'"
         )
     if attention == "native" and has_latents:
         raise ValueError(
@@ -133,6 +132,10 @@ def resolve_config(
         raise ValueError(
             f"attention 'native' needs a head_dim that is a multiple of {NATIVE_HEAD_DIM_MULTIPLE}"
             f", got {model_config.head_dim}: set attention to 'auto'"
+        )
+    if attention == "pallas":
+        tpu_attention.check_page_size(
+            page_size, jnp.dtype(config.dtype), head_dim=model_config.head_dim
         )
     matmul = config.matmul
     if matmul == "auto":
@@ -145,7 +148,6 @@ def resolve_config(
         platform=platform,
         max_model_len=max_model_len,
         page_size=page_size,
-        num_pages=num_pages,
         attention=attention,
         matmul=matmul,
     )
@@ -220,7 +222,7 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
     """
     path = Path(config.model)
     model_config = load_model_config(path)
-    platform = _platform(config)
+    platform = _platform(config) if devices is None else devices[0].platform
     native_error = _load_native(config, platform)
     config = resolve_config(
         config, model_config, platform=platform, has_native=native_error is None
@@ -241,6 +243,16 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
     if devices is None:
         _check_xla_options(config.xla_options)
     mesh_devices = mesh.devices.flatten().tolist()
+    weights = abstract_weights(config, model_config, mesh)
+    config = dataclasses.replace(
+        config,
+        num_pages=choose_num_pages(
+            config,
+            model_config,
+            weight_bytes=device_bytes(weights),
+            device_kind=mesh_devices[0].device_kind,
+        ),
+    )
     environment = describe_environment(
         mesh_devices,
         native=library.fingerprint() if has_native else "",
@@ -259,27 +271,26 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
             devices=mesh_devices,
         )
     return EnginePlan(
-        config=config, model_config=model_config, mesh=mesh, fingerprint=fingerprint, store=store
+        config=config,
+        model_config=model_config,
+        mesh=mesh,
+        is_ahead=devices is not None,
+        weights=weights,
+        fingerprint=fingerprint,
+        store=store,
     )
 
 
 def build_abstract_runner(plan: EnginePlan) -> ModelRunner:
     """Return a runner of shapes only: it lowers the plan's programs and holds no weights."""
-    config, model_config = plan.config, plan.model_config
-    dtype, is_sharded = jnp.dtype(config.dtype), plan.mesh.size > 1
-    specs = _param_specs(plan)
-    params = abstract_params(
-        model_config,
-        dtype=dtype,
-        shardings=param_shardings(specs, plan.mesh) if is_sharded else None,
-        num_shards=config.tensor_parallel,
-    )
-    if config.quantization == "int8":
-        is_native = config.matmul == "native"
-        params = abstract_quantized_params(params, model_config, is_native=is_native)
-    elif config.matmul == "native":
-        params = abstract_packed_params(params, model_config)
-    return _make_runner(plan, params, _kv_page_shapes(plan))
+    return _make_runner(plan, _on_devices(plan, plan.weights), kv_page_shapes(plan))
+
+
+def _on_devices(plan: EnginePlan, shapes: Any) -> Any:
+    """Say of shapes without a sharding where they lie, if that is not here."""
+    if plan.mesh.size > 1 or not plan.is_ahead:
+        return shapes
+    return jax.tree.map(lambda leaf: leaf.update(sharding=plan.whole), shapes)
 
 
 def _build_runner(plan: EnginePlan, report: ProgressFn) -> ModelRunner:
@@ -299,10 +310,11 @@ def _build_runner(plan: EnginePlan, report: ProgressFn) -> ModelRunner:
         params = quantize_params(params, model_config, is_native=config.matmul == "native")
     elif config.matmul == "native":
         params = pack_params(params, model_config)
-    return _make_runner(plan, params, zeros(_kv_page_shapes(plan)))
+    return _make_runner(plan, params, zeros(kv_page_shapes(plan)))
 
 
-def _kv_page_shapes(plan: EnginePlan) -> Any:
+def kv_page_shapes(plan: EnginePlan) -> Any:
+    """Return the shapes of the KV pages that the plan's engine allocates."""
     config, is_sharded = plan.config, plan.mesh.size > 1
     assert config.page_size is not None
     assert config.num_pages is not None
@@ -312,8 +324,9 @@ def _kv_page_shapes(plan: EnginePlan) -> Any:
         page_size=config.page_size,
         dtype=jnp.dtype(config.dtype),
         num_shards=config.tensor_parallel,
-        sharding=kv_pages_sharding(plan.mesh, plan.model_config) if is_sharded else None,
+        sharding=kv_pages_sharding(plan.mesh, plan.model_config) if is_sharded else plan.whole,
         is_stacked=config.attention == "native" and not is_sharded,
+        row_tokens=2 if config.attention == "pallas" and plan.model_config.head_dim == 64 else 1,
     )
 
 
@@ -321,7 +334,9 @@ def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:
     """Bind configuration, kernels and mesh into the model's traced functions."""
     config, model_config, mesh = plan.config, plan.model_config, plan.mesh
     family = get_family(model_config)
-    specs = _param_specs(plan)
+    specs = None
+    if mesh.size > 1:
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, plan.weights)
     forward = shard_forward(family.forward, mesh, specs)
     compute_logits = shard_logits(family.compute_logits, mesh, specs)
     attention = _attention(config, model_config)
@@ -339,7 +354,7 @@ def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:
         config,
         params=params,
         kv_pages=kv_pages,
-        replicated=NamedSharding(mesh, PartitionSpec()) if mesh.size > 1 else None,
+        replicated=plan.whole,
         store=plan.store,
     )
 
@@ -350,7 +365,7 @@ def _param_specs(plan: EnginePlan) -> Any:
 
 
 def _platform(config: EngineConfig) -> str:
-    _set_libtpu_options(config.libtpu_options)
+    add_libtpu_options(config.libtpu_options)
     if config.platform == "cpu":
         # Keeps jax from probing for TPUs, which is slow and noisy where libtpu is installed.
         jax.config.update("jax_platforms", "cpu")
@@ -365,7 +380,7 @@ def _platform(config: EngineConfig) -> str:
     return platform
 
 
-def _set_libtpu_options(options: Mapping[str, CompilerOption]) -> None:
+def add_libtpu_options(options: Mapping[str, CompilerOption]) -> None:
     """Add flags to those that libtpu reads from the environment when it is loaded."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
     for name, value in options.items():
@@ -432,7 +447,8 @@ def _attention(config: EngineConfig, model_config: ModelConfig) -> AttentionFn:
 
         return attention.ragged_paged_attention
     if config.attention == "pallas":
-        return tpu_attention.ragged_paged_attention
+        num_drafts = config.num_speculative_tokens if config.speculation != "none" else 0
+        return functools.partial(tpu_attention.ragged_paged_attention, decode_q_len=1 + num_drafts)
     return reference.ragged_paged_attention
 
 

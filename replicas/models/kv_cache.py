@@ -28,13 +28,22 @@ type Attention = Callable[..., tuple[Array, Array]]
 
 
 def kv_pages_shape(
-    config: ModelConfig, *, num_pages: int, page_size: int, num_shards: int = 1
+    config: ModelConfig,
+    *,
+    num_pages: int,
+    page_size: int,
+    num_shards: int = 1,
+    row_tokens: int = 1,
 ) -> tuple[int, int, int, int]:
-    """Return the global shape [N, 2K, page, D] of one layer's pages over `num_shards` devices."""
+    """Return the global shape [N, 2K, page, D] of one layer's pages over `num_shards` devices.
+
+    With `row_tokens` = 2 it is [N, 2K, page / 2, 2 D], the same bytes: TPUs pad narrower rows. Of
+    latents it is [N, 1, page, R + P].
+    """
     if config.mla is not None:
         return (num_pages, 1, page_size, config.mla.cache_dim)
     num_heads = num_sharded_kv_heads(config, num_shards)
-    return (num_pages, 2 * num_heads, page_size, config.head_dim)
+    return (num_pages, 2 * num_heads, page_size // row_tokens, row_tokens * config.head_dim)
 
 
 def bytes_per_page(
@@ -90,9 +99,16 @@ def abstract_kv_pages(
     num_shards: int = 1,
     sharding: jax.sharding.Sharding | None = None,
     is_stacked: bool = False,
+    row_tokens: int = 1,
 ) -> Any:
     """Return the shapes of what `allocate_kv_pages` would allocate, without memory."""
-    shape = kv_pages_shape(config, num_pages=num_pages, page_size=page_size, num_shards=num_shards)
+    shape = kv_pages_shape(
+        config,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_shards=num_shards,
+        row_tokens=row_tokens,
+    )
     if is_stacked:
         return jax.ShapeDtypeStruct(
             (config.num_layers, *shape), jnp.dtype(dtype), sharding=sharding

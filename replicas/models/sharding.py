@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from replicas.config import EngineConfig, ModelConfig
 from replicas.models.param_spec import ParamSpec
@@ -119,15 +119,15 @@ def partition_spec(axes: Sequence[str]) -> PartitionSpec:
 
 
 def param_partition_specs(param_specs: Any) -> Any:
-    """Return the PartitionSpec of every parameter."""
+    """Return the PartitionSpec of every parameter; one that is given already stays."""
     return jax.tree.map(
-        lambda spec: partition_spec(spec.axes),
+        lambda spec: partition_spec(spec.axes) if isinstance(spec, ParamSpec) else spec,
         param_specs,
-        is_leaf=lambda node: isinstance(node, ParamSpec),
+        is_leaf=lambda node: isinstance(node, ParamSpec | PartitionSpec),
     )
 
 
-def param_shardings(param_specs: Any, mesh: Mesh) -> Any:
+def param_shardings(param_specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Return the sharding of every parameter."""
     return jax.tree.map(
         lambda spec: NamedSharding(mesh, spec),
@@ -152,7 +152,8 @@ def _pages_spec(config: ModelConfig | None) -> PartitionSpec:
 def shard_forward(forward: Callable[..., Any], mesh: Mesh, param_specs: Any) -> Callable[..., Any]:
     """Return `forward` with the same signature, run on every device of `mesh` on its shard.
 
-    Hidden states come back whole. On a mesh of one device it is `forward` itself.
+    `param_specs` has a ParamSpec, or a PartitionSpec, for every array of the parameters. Hidden
+    states come back whole. On a mesh of one device it is `forward` itself.
     """
     if mesh.size == 1:
         return forward

@@ -19,6 +19,7 @@ from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
 from replicas.models.layer_stack import LayerStack, stack_layers
 from replicas.models.packing import pack_params
+from replicas.models.quantize import quantize_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.weights import load_params
 from tests.checkpoints import TINY_LLAMA, write_checkpoint
@@ -160,6 +161,45 @@ def test_a_sharded_model_equals_the_naive_one(tmp_path: Path, tensor_parallel: i
     logits, kv_pages = run(params, kv_pages, prefill_inputs(PROMPT, num_rows=40, page_size=8))
     assert np.abs(np.asarray(logits) - NaiveLlama(path).logits(PROMPT)).max() < 1e-4
     assert kv_pages[0].sharding.is_equivalent_to(sharding.kv_pages_sharding(mesh), 4)
+
+
+def test_sharded_int8_logits_stay_close_to_the_naive_model(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, {"hidden_size": 64})
+    config = load_model_config(path)
+    family = get_family(config)
+    mesh = sharding.make_mesh(EngineConfig(model="", tensor_parallel=2))
+    specs = family.param_specs(config, num_shards=2)
+    shardings = sharding.param_shardings(specs, mesh)
+    params = load_params(path, config, dtype=jnp.float32, shardings=shardings, num_shards=2)
+    params = quantize_params(params, config, is_native=False)
+    down = params.layers[0].down
+    assert tuple(down.values.sharding.spec) == (None, sharding.TENSOR_AXIS)
+    assert down.scales.shape == (2 * 64,), "each device has scales of its own inputs"
+    assert down.rotation == 8, "of the 24 inputs on each device"
+    partition = jax.tree.map(lambda leaf: leaf.sharding.spec, params)
+    forward = sharding.shard_forward(family.forward, mesh, partition)
+    compute_logits = sharding.shard_logits(family.compute_logits, mesh, partition)
+    inputs = prefill_inputs(PROMPT, num_rows=40, page_size=8)
+    kv_pages = allocate_kv_pages(
+        config,
+        num_pages=8,
+        page_size=8,
+        dtype=jnp.float32,
+        num_shards=2,
+        sharding=sharding.kv_pages_sharding(mesh),
+    )
+
+    @jax.jit
+    def run(params, kv_pages, inputs):
+        hidden, _ = forward(
+            params, kv_pages, inputs, config, attention=reference.ragged_paged_attention
+        )
+        return compute_logits(params, hidden, inputs.num_tokens, config)
+
+    logits = np.asarray(run(params, kv_pages, inputs))
+    expected = NaiveLlama(path).logits(PROMPT)
+    error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+    assert 1e-4 < error < 0.03
 
 
 def test_a_dense_layer_has_two_collectives(tmp_path: Path) -> None:

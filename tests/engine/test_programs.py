@@ -85,8 +85,9 @@ def test_an_engine_starts_from_what_build_made_without_weights(
         {"quantization": "int8", "attention": "native"},
         {"quantization": "int8", "matmul": "xla"},
         {"tensor_parallel": 2},
+        {"tensor_parallel": 2, "quantization": "int8"},
     ],
-    ids=["packed", "int8", "int8_xla", "sharded"],
+    ids=["packed", "int8", "int8_xla", "sharded", "sharded_int8"],
 )
 def test_abstract_weights_lower_to_the_programs_of_real_ones(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: dict[str, Any]

@@ -64,8 +64,8 @@ def test_embedding_norms_and_biases_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_what_int8_does_not_run_with_is_refused() -> None:
-    with pytest.raises(ValueError, match="quantization 'int8' needs tensor_parallel 1, got 4"):
-        EngineConfig(model="m", quantization="int8", tensor_parallel=4)
+    with pytest.raises(ValueError, match="matmul 'native' needs tensor_parallel 1"):
+        EngineConfig(model="m", matmul="native", quantization="int8", tensor_parallel=4)
     with pytest.raises(ValueError, match="matmul 'native' needs tensor_parallel 1, and dtype"):
         EngineConfig(model="m", matmul="native", dtype="float32")
     EngineConfig(model="m", matmul="native", dtype="float32", quantization="int8")

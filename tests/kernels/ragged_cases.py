@@ -35,6 +35,7 @@ class Case:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     window: int | None = None
+    soft_cap: float | None = None
     has_sinks: bool = False
     pad_tokens: int = 3
     pad_seqs: int = 2
@@ -98,7 +99,12 @@ def draw(case: Case) -> Inputs:
 
 def oracle(case: Case, inputs: Inputs) -> np.ndarray:
     """Dense attention of each sequence in float64, over keys gathered from the updated pages."""
-    pages = expected_pages(case, inputs).astype(np.float64)
+    return oracle_of_pages(case, inputs._replace(kv_pages=expected_pages(case, inputs)))
+
+
+def oracle_of_pages(case: Case, inputs: Inputs) -> np.ndarray:
+    """The same where the new keys and values are in their pages already."""
+    pages = np.asarray(inputs.kv_pages, np.float64)
     q = np.asarray(inputs.q, np.float64)
     cu = np.asarray(inputs.cu_q_lens)
     out = np.zeros(q.shape)
@@ -112,6 +118,8 @@ def oracle(case: Case, inputs: Inputs) -> np.ndarray:
             for h in range(case.num_heads):
                 keys, values = flat[h // group * 2 : h // group * 2 + 2, begin:end]
                 scores = keys @ q[cu[s] + i, h] * case.head_dim**-0.5
+                if case.soft_cap is not None:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
                 top = scores.max()
                 weights = np.exp(scores - top)
                 sink = 0.0 if case.sinks is None else np.exp(case.sinks[h] - top)

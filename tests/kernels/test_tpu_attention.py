@@ -10,18 +10,29 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from bench import tpu_target
+from bench.tpu_kernels import TOPOLOGIES
 from kernels.tpu.attention import ragged_paged_attention
 from kernels.tpu.tiling import Tiling
 from replicas.config import EngineConfig, ModelConfig
+from replicas.engine import tpu_topology
 from replicas.engine.startup import resolve_config
-from tests.kernels.ragged_cases import TOLERANCE, Case, draw, expected_pages, oracle, run
+from tests.kernels.ragged_cases import (
+    TOLERANCE,
+    Case,
+    draw,
+    expected_pages,
+    oracle,
+    oracle_of_pages,
+    run,
+)
 
 TILING = Tiling(block_keys=128, round_items=2, decode_q_len=1, sub_tokens=8, query_tokens=16)
 WIDE = dataclasses.replace(TILING, decode_q_len=8)
 BF16 = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
 SHAPE = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 128, "page_size": 32, **BF16}
 MIXED = {"q_lens": (1, 1, 40, 7, 1), "kv_lens": (5, 100, 60, 7, 257)}
+HALF = {**SHAPE, "head_dim": 64, "page_size": 32}
+KV_SCALES = np.array([0.04, 0.05, 0.04, 0.06], np.float32)  # keys and values of two heads
 CASES = {
     "mixed": (Case(**MIXED, **SHAPE), TILING),
     "window": (Case(**MIXED, **{**SHAPE, "window": 50}), TILING),
@@ -30,18 +41,39 @@ CASES = {
         Case(q_lens=(1, 9), kv_lens=(140, 130), num_heads=9, num_kv_heads=3, head_dim=128),
         TILING,
     ),
+    "half": (Case(**MIXED, **HALF), TILING),
+    "half_window_odd": (
+        Case(
+            q_lens=(1, 3, 20),
+            kv_lens=(38, 130, 71),
+            **{**HALF, "window": 33, "num_heads": 9, "num_kv_heads": 3},
+        ),
+        WIDE,
+    ),
+    "cap_and_sinks": (Case(**MIXED, **SHAPE, soft_cap=2.0, has_sinks=True), TILING),
 }
 
 
-def interpreted(tiling: Tiling, *, detect_races: bool = False):
+def interpreted(tiling: Tiling, case: Case | None = None, *, detect_races: bool = False, **options):
+    """The kernels, on pages in the layout of the reference."""
     params = pltpu.InterpretParams(detect_races=detect_races)
-    return functools.partial(ragged_paged_attention, tiling=tiling, interpret=params)
+    if case is not None and case.soft_cap is not None:
+        options["soft_cap"] = case.soft_cap
+
+    def attend(q, k, v, kv_pages, *indices, **named):
+        rows = kv_pages.reshape(*kv_pages.shape[:2], -1, 128)
+        out, rows = ragged_paged_attention(
+            q, k, v, rows, *indices, tiling=tiling, interpret=params, **options, **named
+        )
+        return out, rows.reshape(kv_pages.shape)
+
+    return attend
 
 
 @pytest.mark.parametrize(("case", "tiling"), CASES.values(), ids=CASES.keys())
 def test_equals_dense_attention_and_reads_no_spare_memory(case, tiling):
     inputs = draw(case)
-    out, pages = run(interpreted(tiling), case, inputs)
+    out, pages = run(interpreted(tiling, case), case, inputs)
     np.testing.assert_allclose(out, oracle(case, inputs), rtol=0, atol=TOLERANCE[case.dtype])
     np.testing.assert_array_equal(pages, expected_pages(case, inputs))
     assert not out[sum(case.q_lens) :].any()
@@ -62,11 +94,11 @@ def test_row_bits_do_not_depend_on_batch_chunk_or_kernel():
         np.testing.assert_array_equal(out[3 : 3 + end - begin], whole[begin:end])
 
 
-@pytest.mark.parametrize("generation", tpu_target.TOPOLOGIES)
-def test_compiles_for_256_sequences_of_128k_tokens_in_place(generation):
-    tpu_target.prepare()
+@pytest.mark.parametrize("topology", TOPOLOGIES.values())
+def test_compiles_for_256_sequences_of_128k_tokens_in_place(topology):
     num_seqs, pages_per_seq, num_rows = 256, 1024, 272
-    with tpu_target.target(generation) as devices:
+    devices = tpu_topology.get_devices(topology)[:1]
+    with tpu_topology.lowering_for(devices):
         sharding = SingleDeviceSharding(devices[0])
 
         def array(*shape: int, dtype: jnp.dtype = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -94,9 +126,38 @@ def test_compiles_for_256_sequences_of_128k_tokens_in_place(generation):
 
 
 def test_refuses_what_it_cannot_compute():
-    case = Case(q_lens=(1,), kv_lens=(1,))
-    with pytest.raises(ValueError, match="head_dim must be 128"):
+    case = Case(q_lens=(1,), kv_lens=(1,), head_dim=80)
+    with pytest.raises(ValueError, match="head_dim must be 64 or 128"):
         ragged_paged_attention(*draw(case), sm_scale=1.0)
+    inputs = draw(Case(q_lens=(1,), kv_lens=(1,), head_dim=128))
+    eight_bits = inputs._replace(kv_pages=inputs.kv_pages.astype(jnp.int8))
+    with pytest.raises(TypeError, match="int8 need kv_scales"):
+        ragged_paged_attention(*eight_bits, sm_scale=1.0)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e5m2"])
+def test_pages_of_8_bits_hold_what_was_scaled(kv_dtype):
+    case = Case(q_lens=(1, 20), kv_lens=(100, 60), **{**SHAPE, "window": 90}, pad_tokens=0)
+    inputs = draw(case)
+    as_stored = jnp.asarray(KV_SCALES)[None, :, None, None]
+    floats = np.asarray(inputs.kv_pages.astype(jnp.float32))
+    pages = jnp.nan_to_num(floats) / as_stored
+    cached = (jnp.round(pages) if kv_dtype == "int8" else pages).astype(kv_dtype)
+    attend = jax.jit(
+        functools.partial(interpreted(TILING, kv_scales=jnp.asarray(KV_SCALES)), **case.kwargs)
+    )
+    out, after = attend(*inputs._replace(kv_pages=cached))
+    # What the pages stand for, new keys and values included, is what must have been attended to.
+    stood_for = after.astype(jnp.float32) * as_stored
+    new = np.isnan(floats) & ~np.isnan(expected_pages(case, inputs))
+    half_step = 0.5 if kv_dtype == "int8" else 8.0  # of numbers up to 127
+    error = np.abs(stood_for - expected_pages(case, inputs)) / np.asarray(as_stored)
+    assert 0 < error[new].max() <= half_step + 0.01
+    np.testing.assert_array_equal(np.asarray(after)[~new], np.asarray(cached)[~new])
+    as_if = dataclasses.replace(case, kv_dtype="float32")
+    exact = inputs._replace(kv_pages=stood_for)
+    dense = oracle_of_pages(as_if, exact)
+    np.testing.assert_allclose(np.asarray(out, np.float32), dense, rtol=0, atol=4e-2)
 
 
 def test_engine_takes_the_kernels_on_tpus_and_for_the_heads_that_they_take():
@@ -110,9 +171,11 @@ def test_engine_takes_the_kernels_on_tpus_and_for_the_heads_that_they_take():
         for dim in (128, 64)
     )
     resolve = functools.partial(resolve_config, has_native=False)
+    odd = dataclasses.replace(wide, head_dim=80)
     config = EngineConfig(model="")
     assert resolve(config, wide, platform="tpu").attention == "pallas"
-    assert resolve(config, narrow, platform="tpu").attention == "reference"
+    assert resolve(config, narrow, platform="tpu").attention == "pallas"
+    assert resolve(config, odd, platform="tpu").attention == "reference"
     assert resolve(config, wide, platform="cpu").attention == "reference"
-    with pytest.raises(ValueError, match="head_dim of 128, got 'tpu' and 64"):
-        resolve(dataclasses.replace(config, attention="pallas"), narrow, platform="tpu")
+    with pytest.raises(ValueError, match="head_dim of 64 or 128, got 'tpu' and 80"):
+        resolve(dataclasses.replace(config, attention="pallas"), odd, platform="tpu")

@@ -1,0 +1,181 @@
+"""How long a step takes on a TPU, from sizes: the model's bytes and FLOP, and kernels' bundles.
+
+A prediction, for planning and for telling one program from another: launches and links are
+assumptions, and the host's time is not in it. XLA's own estimate is not used, since it does not see
+what a kernel reads. Knows no program.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from replicas.config import EngineConfig, ModelConfig
+from replicas.engine.memory_plan import device_bytes
+from replicas.engine.tpu_chips import Chip
+
+LAUNCH_S = 3e-6
+"""Of a kernel's launch and first copies, three to a layer, and of a collective: assumed."""
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """What a step reads and computes on one device of a replica.
+
+    Attributes:
+        num_devices: of the replica.
+        num_layers: L.
+        hidden_size: M.
+        ffn_size: F on this device.
+        num_heads: H on this device.
+        layer_bytes: weights of all layers.
+        layer_flops: of their matmuls, per token.
+        head_bytes: of the output head.
+        head_flops: per row of logits.
+        is_int8: whether matmuls are of 8-bit integers.
+        kv_token_bytes: KV of one token, all layers.
+    """
+
+    num_devices: int
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    layer_bytes: int
+    layer_flops: int
+    head_bytes: int
+    head_flops: int
+    is_int8: bool
+    kv_token_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Sequences of a step that are alike.
+
+    Attributes:
+        num_seqs: how many.
+        q_len: new tokens of each.
+        context: tokens in the cache of each after the step.
+    """
+
+    num_seqs: int
+    q_len: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    """Seconds of a step.
+
+    Attributes:
+        bound_s: weights and KV read once at full bandwidth, or all matmuls at peak if that is more.
+        matmul_s: of all weights.
+        attention_s: over the pages.
+        activation_s: residual stream, norms and activations between operations.
+        launch_s: of kernels.
+        collective_s: two all-reduces per layer.
+    """
+
+    bound_s: float
+    matmul_s: float
+    attention_s: float
+    activation_s: float
+    launch_s: float
+    collective_s: float
+
+    @property
+    def step_s(self) -> float:
+        """All of them, one after the other."""
+        parts = (self.matmul_s, self.attention_s, self.activation_s)
+        return sum(parts) + self.launch_s + self.collective_s
+
+
+def measure_sizes(
+    config: EngineConfig, model_config: ModelConfig, weights: Any, *, page_bytes: int
+) -> StepSizes:
+    """Take the sizes of a replica's step.
+
+    Args:
+        config: resolved.
+        model_config: of the checkpoint.
+        weights: the replica's, or their shapes; `embedding`, `layers` and `head` among them.
+        page_bytes: over all layers and devices.
+    """
+    assert config.page_size is not None
+    num_devices = config.tensor_parallel
+    head = weights.embedding if weights.head is None else weights.head
+    return StepSizes(
+        num_devices=num_devices,
+        num_layers=model_config.num_layers,
+        hidden_size=model_config.hidden_size,
+        ffn_size=model_config.intermediate_size // num_devices,
+        num_heads=model_config.num_heads // num_devices,
+        layer_bytes=device_bytes(weights.layers),
+        layer_flops=2 * _matrix_elements(weights.layers) // num_devices,
+        head_bytes=device_bytes(head),
+        head_flops=2 * _matrix_elements(head) // num_devices,
+        is_int8=config.quantization == "int8",
+        kv_token_bytes=page_bytes // config.page_size // num_devices,
+    )
+
+
+def predict_step(
+    sizes: StepSizes, chip: Chip, groups: tuple[Group, ...], *, num_logits: int
+) -> StepTime:
+    """Predict a step in which every device does its part of every layer.
+
+    Args:
+        sizes: of the replica.
+        chip: its devices.
+        groups: the sequences.
+        num_logits: rows of the output head.
+    """
+    num_tokens = sum(group.num_seqs * group.q_len for group in groups)
+    peak = (chip.int8_ops or chip.bf16_flops) if sizes.is_int8 else chip.bf16_flops
+    bandwidth = chip.hbm_bytes_per_s
+    layer_compute_s = sizes.layer_flops * num_tokens / peak
+    head_compute_s = sizes.head_flops * num_logits / peak
+    matmul_s = max(sizes.layer_bytes / bandwidth, layer_compute_s)
+    matmul_s += max(sizes.head_bytes / bandwidth, head_compute_s)
+    attention_s = sum(_attention_s(sizes, chip, group) for group in groups)
+    kv_bytes = sum(group.num_seqs * group.context for group in groups) * sizes.kv_token_bytes
+    read_s = (sizes.layer_bytes + sizes.head_bytes + kv_bytes) / bandwidth
+    row_bytes = 4 * (8 * sizes.hidden_size + 3 * sizes.ffn_size)
+    return StepTime(
+        bound_s=max(read_s, layer_compute_s + head_compute_s),
+        matmul_s=matmul_s,
+        attention_s=attention_s,
+        activation_s=sizes.num_layers * num_tokens * row_bytes / bandwidth,
+        launch_s=3 * sizes.num_layers * LAUNCH_S,
+        collective_s=_collective_s(sizes, chip, num_tokens),
+    )
+
+
+def _attention_s(sizes: StepSizes, chip: Chip, group: Group) -> float:
+    if group.q_len <= 8:
+        kv_bytes = group.num_seqs * group.context * sizes.kv_token_bytes
+        bundles = kv_bytes / _MIB * chip.decode_bundles
+        return max(kv_bytes / chip.hbm_bytes_per_s, bundles / chip.clock_hz)
+    # A query sees half of the chunk that it is part of.
+    scores = group.num_seqs * group.q_len * (group.context - group.q_len / 2)
+    units = scores / (32 * 512) * sizes.num_heads / 32 * sizes.num_layers
+    return units * chip.prefill_bundles / chip.clock_hz
+
+
+def _collective_s(sizes: StepSizes, chip: Chip, num_tokens: int) -> float:
+    if sizes.num_devices == 1:
+        return 0.0
+    reduced = 4 * num_tokens * sizes.hidden_size
+    share = 2 * (sizes.num_devices - 1) / sizes.num_devices
+    return 2 * sizes.num_layers * (reduced * share / chip.ici_bytes_per_s + LAUNCH_S)
+
+
+def _matrix_elements(weights: Any) -> int:
+    """Elements of all matrices, over all devices."""
+    leaves = jax.tree.leaves(weights)
+    return sum(math.prod(leaf.shape) for leaf in leaves if len(leaf.shape) >= 2)

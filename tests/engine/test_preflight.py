@@ -1,0 +1,221 @@
+"""`programs check`: fit, memory and steps of an engine on TPU slices that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import yaml
+from jax.experimental.pallas import tpu as pltpu
+
+from replicas.config import EngineConfig
+from replicas.engine import programs, tpu_topology
+from replicas.engine.buckets import Bucket
+from replicas.engine.memory_plan import HBM_SHARE, device_bytes
+from replicas.engine.preflight import (
+    MemoryCheck,
+    ProgramCheck,
+    advise_on_programs,
+    check_memory,
+    compile_program,
+    predict_bucket,
+)
+from replicas.engine.startup import build_abstract_runner, build_engine, kv_page_shapes, plan_engine
+from replicas.engine.tpu_chips import CHIPS
+from tests.checkpoints import write_checkpoint
+
+TOPOLOGY = "v6e:1x1"
+ENGINE = {
+    "platform": "tpu",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 8,
+    "max_mixed_tokens": 8,
+    "max_model_len": 256,
+}
+WIDE_HEADS = {"head_dim": 128, "num_hidden_layers": 1}
+
+
+def write_config(root: Path, **engine: Any) -> str:
+    write_checkpoint(root / "model", WIDE_HEADS)
+    (root / "model" / "model.safetensors").unlink()
+    args = {"model": str(root / "model"), "engine": ENGINE | engine}
+    path = root / "serve_config.yaml"
+    path.write_text(yaml.safe_dump({"applications": [{"name": "tiny", "args": args}]}))
+    return str(path)
+
+
+def config_of(root: Path, **engine: Any) -> EngineConfig:
+    write_config(root)
+    return EngineConfig(model=str(root / "model"), **(ENGINE | engine))
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=CHIPS)
+def test_the_table_of_chips_agrees_with_what_jax_knows(chip: Any) -> None:
+    shape = "2x2x1" if chip.name in ("v5p", "tpu7x") else "2x2"
+    devices = tpu_topology.get_devices(f"{chip.name}:{shape}")
+    assert devices[0].device_kind == chip.device_kind
+    with tpu_topology.lowering_for(devices[:1]):
+        info = pltpu.get_tpu_info()
+    # jax counts a core, and a v5p device is a chip of two; libtpu keeps some memory for itself.
+    num_cores = info.num_cores
+    assert chip.hbm_bytes_per_s == num_cores * info.mem_bw_bytes_per_second
+    assert chip.bf16_flops == num_cores * info.bf16_ops_per_second
+    assert chip.int8_ops == num_cores * info.int8_ops_per_second
+    assert 0.95 < chip.hbm_bytes / (num_cores * info.hbm_capacity_bytes) < 1
+
+
+def test_bundles_of_the_table_are_those_that_were_counted() -> None:
+    root = Path(__file__).parents[2]
+    baseline = json.loads((root / "bench" / "tpu_static_baseline.json").read_text())
+    for name in ("v5e", "v6e", "tpu7x"):
+        chip = CHIPS[name]
+        prefill = baseline[f"{name}: prefill interior: 32 queries x 512 keys x 8 heads"]
+        assert chip.decode_bundles == pytest.approx(baseline[f"{name}: decode: MiB of KV"], 0.05)
+        assert chip.prefill_bundles == pytest.approx(prefill, 0.05)
+
+
+def test_check_says_that_it_fits_and_what_a_step_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--config", write_config(tmp_path), "--topology", TOPOLOGY]
+    assert programs.main(["check", *arguments]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "tokens, " in lines[0]
+    assert "8x8: fits" in lines[1]
+    assert "tokens/s/chip" in lines[1]
+    assert lines[-1].startswith(f"tiny: fits {TOPOLOGY}: 1 programs; predicted decode of 8")
+
+
+def test_check_names_what_to_change_where_it_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(**engine: Any) -> str:
+        arguments = ["--config", write_config(tmp_path, **engine), "--topology", TOPOLOGY]
+        assert programs.main(["check", *arguments]) == 1
+        return capsys.readouterr().out
+
+    out = check(memory_bytes=1 << 16)
+    assert "a device has for weights and KV pages" in out
+    assert "memory_bytes: leave it out" in out
+    out = check(num_pages=1 << 18)  # 34 GB of pages on a device of 33.5
+    assert "num_pages: " in out
+    assert "tensor_parallel: 2" in out
+
+
+def test_build_and_verify_for_a_slice_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path, program_store=str(tmp_path / "programs"))
+    arguments = ["--config", config, "--topology", TOPOLOGY]
+    assert programs.main(["verify", *arguments]) == 1
+    assert "missing: never compiled" in capsys.readouterr().out
+    assert programs.main(["build", *arguments]) == 0
+    assert programs.main(["verify", *arguments]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "tiny: 8x8: ok"
+    assert programs.main(["verify", "--config", config, "--topology", "v5e:1x1"]) == 1
+    assert "stale: device_kind was 'TPU v6 lite'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"page_size": 8}, r"page_size 8: .* power of two in \[16, 1024\] .* set page_size to 128"),
+        ({"page_size": 2048}, r"page_size 2048: .* set page_size to 128"),
+        ({"tensor_parallel": 2}, "tensor_parallel is 2 but only 1 devices"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_compiles(
+    tmp_path: Path, engine: dict[str, Any], message: str
+) -> None:
+    arguments = ["--config", write_config(tmp_path, **engine), "--topology", TOPOLOGY]
+    with pytest.raises(SystemExit, match=message):
+        programs.main(["check", *arguments])
+
+
+@pytest.mark.parametrize("topology", ["v6e", "v9:2x2", "v6e:3x1"])
+def test_a_topology_that_does_not_exist_is_refused(topology: str) -> None:
+    with pytest.raises(ValueError, match=f"topology '{topology}'"):
+        tpu_topology.get_devices(topology)
+
+
+def test_pages_fill_the_budget_and_are_what_a_tpu_allocates(tmp_path: Path) -> None:
+    devices = tpu_topology.get_devices(TOPOLOGY)
+    plan = plan_engine(config_of(tmp_path), devices)
+    memory = check_memory(plan, CHIPS["v6e"])
+    budget = int(HBM_SHARE * CHIPS["v6e"].hbm_bytes)
+    page = memory.kv_bytes // memory.num_pages
+    assert 0 <= budget - memory.weight_bytes - memory.kv_bytes < page
+    assert memory.kv_bytes == device_bytes(kv_page_shapes(plan))
+    runner = build_abstract_runner(plan)
+    program = compile_program(runner, runner.buckets[0], devices, kv_bytes=memory.kv_bytes)
+    assert program.copied_bytes == 0
+    # The compiler pads what is not a multiple of its tiles: of this tiny model, the weights.
+    rest = program.argument_bytes - memory.kv_bytes - memory.weight_bytes
+    assert 0 <= rest < 1 << 20
+
+
+@pytest.mark.parametrize(
+    "engine", [{"memory_bytes": 1 << 20}, {"kv_cache_bytes": 1 << 19, "tensor_parallel": 2}]
+)
+def test_a_cpu_engine_allocates_what_was_planned(tmp_path: Path, engine: dict[str, Any]) -> None:
+    fields = ENGINE | {"platform": "cpu", "model": str(write_checkpoint(tmp_path)), **engine}
+    config = EngineConfig(**fields)
+    plan = plan_engine(config)
+    built = build_engine(config)
+    assert built.load().num_pages == plan.config.num_pages - 1
+    allocated = sum(
+        array.nbytes // plan.mesh.size
+        for array in jax.live_arrays()
+        if array.ndim >= 4 and plan.config.num_pages in array.shape
+    )
+    planned = device_bytes(kv_page_shapes(plan))
+    assert allocated == planned
+    budget = engine.get("memory_bytes")
+    if budget is None:
+        assert planned * plan.mesh.size <= (1 << 19) * (1 + 1 / (plan.config.num_pages - 1))
+    else:
+        page = planned // plan.config.num_pages
+        assert 0 <= budget - device_bytes(plan.weights) - planned < page
+
+
+def test_a_step_is_predicted_from_what_it_reads_and_computes(tmp_path: Path) -> None:
+    chip = CHIPS["v6e"]
+    write_checkpoint(tmp_path, {"hidden_size": 1024, "intermediate_size": 4096, **WIDE_HEADS})
+    config = EngineConfig(model=str(tmp_path), **ENGINE)
+    plan = plan_engine(config, tpu_topology.get_devices(TOPOLOGY))
+    short, long = (
+        predict_bucket(plan, chip, Bucket(8, 8), context=context) for context in (1024, 8192)
+    )
+    kv_token = 2 * 2 * 128 * 2  # keys and values of 2 heads in bf16, one layer
+    assert long.attention_s == pytest.approx(8 * 8192 * kv_token / chip.hbm_bytes_per_s)
+    assert long.attention_s == pytest.approx(8 * short.attention_s)
+    assert long.matmul_s == short.matmul_s >= device_bytes(plan.weights.layers) / 1.64e12
+    assert short.collective_s == 0
+    assert short.bound_s < short.step_s
+    chunk = predict_bucket(plan, chip, Bucket(4096, 8), context=4096)
+    flops = 2 * sum(x.size for x in jax.tree.leaves(plan.weights.layers) if len(x.shape) == 2)
+    assert chunk.matmul_s >= 4096 * flops / chip.bf16_flops
+
+
+def test_advice_counts_pages_from_the_memory_that_lacks() -> None:
+    chip = CHIPS["v6e"]
+    memory = MemoryCheck(
+        chip=chip,
+        num_devices=1,
+        weight_bytes=0,
+        kv_bytes=100 << 20,
+        num_pages=100,
+        num_tokens=99,
+        num_full_length=1.0,
+    )
+    small = ProgramCheck(bucket=Bucket(64, 64), argument_bytes=chip.hbm_bytes, compile_s=0.0)
+    large = dataclasses.replace(small, bucket=Bucket(512, 64), temporary_bytes=5 << 19)
+    config = EngineConfig(model="", quantization="int8")
+    assert advise_on_programs(config, memory, [small]) == []
+    advice = advise_on_programs(config, memory, [large, small])
+    assert advice[:2] == ["num_pages: 97 instead of 100", "max_num_batched_tokens: 64"]
+    assert not any("int8" in line for line in advice)
