@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 
+import orjson
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.anthropic_errors import error_json
 from app.auth import check_key
 from app.errors import error_body, error_headers
 from app.openai_response import DONE, KEEP_ALIVE
 from replicas.errors import AuthenticationError, PayloadTooLarge, ServingError
 
+# Serve sets up this logger's handlers in every replica, with the request id on each line.
+logger = logging.getLogger("ray.serve")
+
 _SAFE_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_MESSAGES_PATH = "/v1/messages"
 _OPEN_PATHS = frozenset({"/health", "/ready"})
 
 
@@ -31,14 +38,33 @@ class ClientDisconnected(Exception):
     """The client left before its answer was complete. Nobody is left to tell."""
 
 
-def error_response(error: ServingError) -> Response:
-    """Return the HTTP response for an error."""
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a request is for an endpoint with Anthropic's shapes."""
+    path = _path(scope)
+    return path == _MESSAGES_PATH or path.startswith(_MESSAGES_PATH + "/")
+
+
+def error_response(error: ServingError, scope: Scope) -> Response:
+    """Return the HTTP response for an error of a request."""
+    is_anthropic = speaks_anthropic(scope)
+    request_id: str | None = scope.get("state", {}).get("request_id")
     return Response(
-        error_body(error),
+        error_json(error, request_id) if is_anthropic else error_body(error),
         status_code=error.status,
         headers=error_headers(error),
         media_type="application/json",
     )
+
+
+def json_response(body: object, *, status_code: int = 200) -> Response:
+    """Return a JSON response."""
+    return Response(orjson.dumps(body), status_code=status_code, media_type="application/json")
+
+
+def log_error(request_id: str, error: ServingError) -> None:
+    """Note a refusal or failure: ours loudly, the caller's quietly."""
+    level = logging.WARNING if error.status >= 500 else logging.INFO
+    logger.log(level, "%s %d %s: %s", request_id, error.status, type(error).__name__, error)
 
 
 async def read_body(request: Request, *, max_bytes: int) -> bytes:
@@ -102,6 +128,10 @@ async def cancel_on_disconnect(receive: Receive) -> AsyncGenerator[None]:
         watcher.cancel()
 
 
+def _error_event(error: ServingError) -> bytes:
+    return b"data: " + error_body(error) + b"\n\n"
+
+
 class EventStream:
     """Server-sent events on one ASGI response.
 
@@ -113,8 +143,27 @@ class EventStream:
         has_started: whether the status line has been sent.
     """
 
-    def __init__(self, send: Send, headers: Mapping[str, str], *, keep_alive_s: float) -> None:
+    def __init__(
+        self,
+        send: Send,
+        headers: Mapping[str, str],
+        *,
+        keep_alive_s: float,
+        done: bytes = DONE,
+        error_event: Callable[[ServingError], bytes] = _error_event,
+    ) -> None:
+        """Write events to `send`.
+
+        Args:
+            send: ASGI's.
+            headers: of the response.
+            keep_alive_s: see the class.
+            done: ends every stream.
+            error_event: how an error looks that ends one.
+        """
         self.has_started = False
+        self._done = done
+        self._error_event = error_event
         self._send = send
         self._keep_alive_s = keep_alive_s
         self._headers = MutableHeaders(headers)
@@ -139,11 +188,11 @@ class EventStream:
 
     async def close(self, last_events: bytes) -> None:
         """Send the last events and end the response."""
-        await self.write(last_events + DONE, is_last=True)
+        await self.write(last_events + self._done, is_last=True)
 
     async def fail(self, error: ServingError) -> None:
         """End a stream that has begun with an error event."""
-        await self.close(b"data: " + error_body(error) + b"\n\n")
+        await self.close(self._error_event(error))
 
     @contextlib.asynccontextmanager
     async def kept_alive(self) -> AsyncGenerator[None]:
@@ -202,11 +251,15 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
         if scope["type"] == "http" and _path(scope) not in _OPEN_PATHS:
-            authorization = next((v for k, v in scope["headers"] if k == b"authorization"), None)
+            headers = dict(scope["headers"])
+            authorization: bytes | None = headers.get(b"authorization")
+            is_anthropic = speaks_anthropic(scope)
+            if is_anthropic and authorization is None and b"x-api-key" in headers:
+                authorization = b"Bearer " + headers[b"x-api-key"]
             try:
                 check_key(authorization, self._key_hashes)
             except AuthenticationError as error:
-                await error_response(error)(scope, receive, send)
+                await error_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 

@@ -38,20 +38,61 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(str(error)) from error
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """Render the prompt of a chat, ending where the assistant's answer begins.
 
+        Args:
+            messages: at least one.
+            add_generation_prompt: whether the answer's own beginning is part of the prompt.
+            continue_final_message: end inside the last message instead, behind its text.
+            variables: further names that the template sees.
+
         Raises:
-            InvalidRequest: the template refuses the chat, e.g. two user messages in a row.
+            InvalidRequest: the template refuses the chat, e.g. two user messages in a row, or
+                changes the text that is to be continued.
         """
+        prompt = self._render(
+            messages,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            variables=variables or {},
+        )
+        if not continue_final_message:
+            return prompt
+        final = messages[-1].text.strip()
+        end = prompt.rfind(final) + len(final)
+        if not final or end < len(final):
+            raise InvalidRequest(
+                "the last message has no text that the model's chat template would keep: there is "
+                "nothing to continue",
+                param="continue_final_message",
+            )
+        return prompt[:end]
+
+    def _render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        variables: Mapping[str, Any],
+    ) -> str:
         chat = [self._as_template_data(message) for message in messages]
         try:
             return self._template.render(
-                messages=chat,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self._special_tokens,
+                {
+                    **variables,
+                    **self._special_tokens,
+                    "messages": chat,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise InvalidRequest(

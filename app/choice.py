@@ -7,11 +7,27 @@ sequence alone, not on how it was cut into deltas.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from app.detokenizer import Detokenizer
 from app.stop_strings import StopStringMatcher
 from replicas.errors import EngineError
-from replicas.wire import FinishReason, SamplingParams, TokenDelta
+from replicas.frames import LogprobBuffer
+from replicas.wire import FinishReason, SamplingParams, TokenDelta, TokenLogprobs
+
+
+class Piece(NamedTuple):
+    """What one delta adds to a choice.
+
+    Attributes:
+        text: that is certain now.
+        token_ids: tokens that count.
+        logprobs: of these tokens, where asked for.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: TokenLogprobs | None
 
 
 class Choice:
@@ -27,19 +43,26 @@ class Choice:
         num_cached_tokens: prompt tokens found in the prefix cache; None until the engine says so
             with its last delta, which never comes after a stop string.
         finish_reason: "stop" or "length" once the output has ended.
+        stop_string: the stop string that ended it, or None.
+        stop_token_id: the token that ended it, or None.
+        prompt_logprobs: of the prompt, from position 1; complete with the first output token.
     """
 
     __slots__ = (
         "_detokenizer",
+        "_discards_output",
+        "_includes_stop",
         "_matcher",
         "counts_prompt",
         "finish_reason",
         "index",
         "num_cached_tokens",
         "num_tokens",
+        "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "sampling",
+        "stop_token_id",
     )
 
     def __init__(
@@ -52,7 +75,22 @@ class Choice:
         detokenizer: Detokenizer,
         stop_strings: Sequence[str],
         counts_prompt: bool,
+        includes_stop: bool = False,
+        discards_output: bool = False,
     ) -> None:
+        """Expect the output of a sequence.
+
+        Args:
+            index: see the attributes, as all that is not below.
+            request_id: see the attributes.
+            prompt_token_ids: see the attributes.
+            sampling: see the attributes.
+            detokenizer: fresh.
+            stop_strings: end the text; looked for behind the first `sampling.min_tokens` tokens.
+            counts_prompt: see the attributes.
+            includes_stop: a stop string, or the text of a token that stops, is part of the text.
+            discards_output: nothing was asked for but the prompt's logprobs.
+        """
         self.index = index
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
@@ -62,9 +100,20 @@ class Choice:
         self.num_cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self._detokenizer = detokenizer
-        self._matcher = StopStringMatcher(stop_strings) if stop_strings else None
+        self.stop_token_id: int | None = None
+        self.prompt_logprobs = LogprobBuffer()
+        self._includes_stop = includes_stop
+        self._discards_output = discards_output
+        self._matcher = None
+        if stop_strings:
+            self._matcher = StopStringMatcher(stop_strings, is_included=includes_stop)
 
-    def feed(self, delta: TokenDelta) -> tuple[str, Sequence[int]]:
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the output, or None."""
+        return None if self._matcher is None else self._matcher.matched
+
+    def feed(self, delta: TokenDelta) -> Piece:
         """Take new tokens; return the text that is certain now, and the tokens that count.
 
         Sets `finish_reason` when the output ends: at a stop string (tokens after it are dropped,
@@ -73,6 +122,18 @@ class Choice:
         Raises:
             EngineError: the engine aborted a sequence that nobody here gave up.
         """
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs.append(delta.prompt_logprobs)
+        if self._discards_output and delta.token_ids:
+            self.finish_reason = "length"
+            return Piece("", (), None)
+        text, token_ids = self._feed(delta)
+        logprobs = delta.logprobs
+        if logprobs is not None and len(token_ids) < len(delta.token_ids):
+            logprobs = logprobs.head(len(token_ids))
+        return Piece(text, token_ids, logprobs)
+
+    def _feed(self, delta: TokenDelta) -> tuple[str, Sequence[int]]:
         token_ids = delta.token_ids
         if delta.result is None:
             if self._matcher is None:
@@ -89,7 +150,10 @@ class Choice:
         self.num_cached_tokens = num_cached_tokens
         # A token that stops the output is one of its tokens, but not part of its text.
         ends_with_stop_token = reason is FinishReason.STOP and len(token_ids) > 0
-        visible = token_ids[:-1] if ends_with_stop_token else token_ids
+        if ends_with_stop_token:
+            self.stop_token_id = token_ids[-1]
+        is_hidden = ends_with_stop_token and not self._includes_stop
+        visible = token_ids[:-1] if is_hidden else token_ids
         if self._matcher is None:
             text = self._detokenizer.feed(visible) + self._detokenizer.flush()
         else:
@@ -110,7 +174,11 @@ class Choice:
         # One by one: the usage counts the tokens up to the one that completes a stop string.
         text = ""
         for count, token_id in enumerate(token_ids, start=1):
-            text += matcher.feed(self._detokenizer.feed((token_id,)))
+            piece = self._detokenizer.feed((token_id,))
+            if self.num_tokens + count <= self.sampling.min_tokens:
+                text += piece
+                continue
+            text += matcher.feed(piece)
             if matcher.matched is not None:
                 self.num_tokens += count
                 self.finish_reason = "stop"

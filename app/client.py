@@ -378,10 +378,15 @@ class _Attempt:
 
 
 def _remaining(sampling: SamplingParams, num_received: int) -> SamplingParams:
-    """Shorten a continued request. The seed stays: a draw depends on (seed, position) only."""
+    """Shorten a continued request. The seed stays: a draw depends on (seed, position) only.
+
+    Logprobs of the prompt came before the first token.
+    """
     if not num_received:
         return sampling
-    return dataclasses.replace(sampling, max_tokens=sampling.max_tokens - num_received)
+    return dataclasses.replace(
+        sampling, max_tokens=sampling.max_tokens - num_received, prompt_logprobs=None
+    )
 
 
 def _whole(result: GenerateResult, num_prompt_tokens: int, num_received: int) -> GenerateResult:

@@ -16,8 +16,16 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from app.choice import Choice
+from app.choice import Choice, Piece
+from app.generation_config import SamplingDefaults
 from app.ingress_config import IngressConfig
+from app.logprobs import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    LogprobFormat,
+    TokenNames,
+    prompt_logprobs,
+)
 from app.metrics import IngressMetrics
 from app.openai_response import (
     ChatStream,
@@ -43,7 +51,8 @@ from replicas.errors import (
     ModelNotFound,
     ServingError,
 )
-from replicas.wire import ModelInfo, SamplingParams, ServiceStatus, TokenDelta
+from replicas.frames import LogprobBuffer
+from replicas.wire import MAX_BAD_WORD_TOKENS, ModelInfo, SamplingParams, ServiceStatus, TokenDelta
 
 
 class TokenClient(Protocol):
@@ -77,11 +86,13 @@ class TokenClient(Protocol):
         ...
 
 
+_MAX_TRUNCATED = 16
+"""Times the context that a prompt may have before it is cut."""
 # A router that has not started yet does not answer.
 _STATUS_TIMEOUT_S = 1.5
 
-# Called with a choice, its new text and its new tokens.
-Emit = Callable[[Choice, str, Sequence[int]], Awaitable[None]]
+# Called with a choice, and its new text and tokens.
+Emit = Callable[[Choice, Piece], Awaitable[None]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -93,6 +104,8 @@ class Generation:
         params: the parsed request.
         choices: one per prompt and n, in the order of the response.
         arrived_s: `time.perf_counter()` when the request arrived.
+        names: of tokens in the response.
+        echoes: by prompt, its text where it is part of the output.
         traceparent: W3C trace context of the request, or None.
     """
 
@@ -100,7 +113,31 @@ class Generation:
     params: CompletionRequest | ChatRequest
     choices: Sequence[Choice]
     arrived_s: float
+    names: TokenNames
+    echoes: Sequence[str] = ()
     traceparent: str | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the response shows the log-probabilities of the output."""
+        return self.params.num_logprobs is not None
+
+    def logprob_formats(self) -> list[LogprobFormat]:
+        """Return how each choice's log-probabilities are shown."""
+        kind = ChatLogprobs if isinstance(self.params, ChatRequest) else CompletionLogprobs
+        return [kind(self.names) for _ in self.choices]
+
+    def echo(
+        self, choice: Choice, logprobs: LogprobFormat
+    ) -> tuple[str, dict[str, Any] | None] | None:
+        """What precedes a choice's output in its text, with log-probabilities; None: nothing."""
+        if not self.echoes:
+            return None
+        text = self.echoes[choice.index // self.params.n]
+        if not self.wants_logprobs:
+            return text, None
+        entries = [None, *(choice.prompt_logprobs.since(0) or ())]
+        return text, logprobs.render(choice.prompt_token_ids, entries)
 
     def usage(self) -> Usage:
         """Return the tokens of all choices so far."""
@@ -138,7 +175,9 @@ class CompletionService:
         tokenizer: Tokenizer,
         config: IngressConfig,
         metrics: IngressMetrics,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
+        self.defaults = defaults or SamplingDefaults()
         self._client = client
         self._tokenizer = tokenizer
         self._config = config
@@ -174,10 +213,16 @@ class CompletionService:
         prompts = [await self._encode(prompt, request, info) for prompt in request.prompt]
         is_explicit = "max_tokens" in request.model_fields_set
         limits = [
-            _output_limit(len(prompt), request.max_tokens, info, is_explicit=is_explicit)
+            _output_limit(len(prompt), max(1, request.max_tokens), info, is_explicit=is_explicit)
             for prompt in prompts
         ]
-        return self._generation("cmpl", request, prompts, limits, info, arrived_s)
+        generation = self._generation("cmpl", request, prompts, limits, info, arrived_s)
+        if request.echo:
+            generation.echoes = [
+                self._tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens)
+                for prompt in prompts
+            ]
+        return generation
 
     async def plan_chat(self, body: dict[str, Any]) -> Generation:
         """Plan POST /v1/chat/completions.
@@ -189,16 +234,7 @@ class CompletionService:
         request = parse_request(ChatRequest, body)
         info = await self._check_common(request)
         self._check_num_choices(1, request.n)
-        template = self._tokenizer.chat_template
-        if template is None:
-            raise InvalidRequest(
-                f"the model '{self._config.model_id}' has no chat template; use /v1/completions"
-            )
-        prompt = await self._tokenizer.encode_within(
-            template.render(request.messages),
-            max_tokens=info.max_request_tokens - 1,
-            add_special_tokens=False,
-        )
+        prompt = await self.render_chat(request, info)
         wanted = request.max_output_tokens
         limit = _output_limit(
             len(prompt),
@@ -207,6 +243,34 @@ class CompletionService:
             is_explicit=wanted is not None,
         )
         return self._generation("chatcmpl", request, [prompt], [limit], info, arrived_s)
+
+    async def render_chat(self, request: ChatRequest, info: ModelInfo) -> Sequence[int]:
+        """Turn a chat into its prompt's tokens.
+
+        Raises:
+            ServingError: the model has no chat template, or the chat does not fit.
+        """
+        return await self._encode_text(
+            self.chat_text(request), request, info, add_special_tokens=False
+        )
+
+    def chat_text(self, request: ChatRequest) -> str:
+        """Render a chat's prompt.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses the chat.
+        """
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise InvalidRequest(
+                f"the model '{self._config.model_id}' has no chat template; use /v1/completions"
+            )
+        return template.render(
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt is not False,
+            continue_final_message=request.continue_final_message,
+            variables=request.chat_template_kwargs,
+        )
 
     async def run(self, generation: Generation, emit: Emit) -> None:
         """Run all choices to their ends, handing out text as it becomes certain.
@@ -223,30 +287,20 @@ class CompletionService:
                     for choice in choices:
                         group.create_task(self._run_choice(generation, choice, emit))
             except* ServingError as errors:
-                raise _first_leaf(errors) from None
+                raise first_leaf(errors) from None
         usage = generation.usage()
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_prompt_tokens.inc(usage.cached_tokens or 0)
 
     async def collect(self, generation: Generation) -> Sequence[ChoiceOutput]:
         """Run all choices and return their whole outputs."""
-        texts: list[list[str]] = [[] for _ in generation.choices]
-        token_ids: list[list[int]] = [[] for _ in generation.choices]
+        pieces: list[list[Piece]] = [[] for _ in generation.choices]
 
-        async def keep(choice: Choice, text: str, new_token_ids: Sequence[int]) -> None:
-            texts[choice.index].append(text)
-            token_ids[choice.index] += new_token_ids
+        async def keep(choice: Choice, piece: Piece) -> None:
+            pieces[choice.index].append(piece)
 
         await self.run(generation, keep)
-        return [
-            ChoiceOutput(
-                text="".join(texts[choice.index]),
-                token_ids=token_ids[choice.index],
-                prompt_token_ids=choice.prompt_token_ids,
-                finish_reason=choice.finish_reason or "stop",
-            )
-            for choice in generation.choices
-        ]
+        return [_output(generation, choice, pieces[choice.index]) for choice in generation.choices]
 
     async def _run_choice(self, generation: Generation, choice: Choice, emit: Emit) -> None:
         metrics, clock = self._metrics, time.perf_counter
@@ -261,29 +315,116 @@ class CompletionService:
         last_s: float | None = None
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
+                if not delta.token_ids and delta.result is None:
+                    choice.feed(delta)  # a part of the prompt has been computed
+                    continue
                 now_s = clock()
                 if last_s is None:
                     metrics.time_to_first_token.observe(now_s - generation.arrived_s)
                 else:
                     metrics.inter_token_latency.observe(now_s - last_s)
                 last_s = now_s
-                text, token_ids = choice.feed(delta)
-                metrics.output_tokens.inc(len(token_ids))
-                await emit(choice, text, token_ids)
+                piece = choice.feed(delta)
+                metrics.output_tokens.inc(len(piece.token_ids))
+                await emit(choice, piece)
                 if choice.finish_reason is not None:
                     return
 
-    async def _check_common(self, request: GenerationParams) -> ModelInfo:
-        config = self._config
-        if request.model is not None and request.model != config.model_id:
+    async def encode(
+        self, text: str | Sequence[int], info: ModelInfo, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        """Encode a text; token ids are checked and returned.
+
+        Raises:
+            ServingError: there are more tokens than a request may have, or one is out of range.
+        """
+        if isinstance(text, str):
+            return await self._tokenizer.encode_within(
+                text,
+                max_tokens=info.max_request_tokens,
+                add_special_tokens=add_special_tokens,
+            )
+        if len(text) > info.max_request_tokens:
+            raise ContextLengthExceeded(
+                f"{len(text)} tokens, at most {info.max_request_tokens} are possible"
+            )
+        for token_id in text:
+            _check_token_id(token_id, info, param="prompt")
+        return text
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode ids, special tokens included.
+
+        Raises:
+            ServingError: an id is out of range, or there are more than a request may have.
+        """
+        await self.encode(token_ids, await self.model_info(), add_special_tokens=False)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own names of tokens."""
+        return self._tokenizer.token_strings(token_ids)
+
+    async def score(
+        self, prompt: Sequence[int], continuation: Sequence[int], *, cache_salt: str
+    ) -> dict[str, Any]:
+        """Return the log-likelihood of a continuation, and of each of its tokens.
+
+        What precedes it may come from the prefix cache, so many continuations of one prompt cost
+        little more than themselves.
+
+        Raises:
+            ServingError: the request is refused or fails.
+        """
+        sampling = SamplingParams(
+            max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=len(prompt)
+        )
+        found = LogprobBuffer()
+        deltas = self._client.generate(
+            [*prompt, *continuation],
+            sampling,
+            request_id=f"score-{uuid.uuid4().hex}",
+            timeout_s=self._config.request_timeout_s,
+            cache_salt=cache_salt,
+        )
+        async with contextlib.aclosing(deltas):
+            async for delta in deltas:
+                if delta.prompt_logprobs is not None:
+                    found.append(delta.prompt_logprobs)
+        entries = list(found.since(0) or ())
+        assert len(entries) == len(continuation)
+        pairs = zip(continuation, entries, strict=True)
+        return {
+            "logprob": sum(entry.logprob for entry in entries),
+            "num_tokens": len(entries),
+            "token_ids": list(continuation),
+            "token_logprobs": [entry.logprob for entry in entries],
+            "is_greedy": all(entry.top[0][0] == token_id for token_id, entry in pairs),
+        }
+
+    def check_model(self, model: str | None) -> None:
+        """Refuse a model that is not served here.
+
+        Raises:
+            ModelNotFound: it is another one.
+        """
+        if model is not None and model != self._config.model_id:
             raise ModelNotFound(
-                f"the model '{request.model}' is not served here; this server serves "
-                f"'{config.model_id}'",
+                f"the model '{model}' is not served here; this server serves "
+                f"'{self._config.model_id}'",
                 param="model",
             )
+
+    async def _check_common(self, request: GenerationParams) -> ModelInfo:
+        self.check_model(request.model)
         info = await self.model_info()
-        for token_id in request.stop_token_ids:
-            _check_token_id(token_id, info, param="stop_token_ids")
+        for param, token_ids in (
+            ("stop_token_ids", request.stop_token_ids),
+            ("allowed_token_ids", request.allowed_token_ids),
+            ("logit_bias", [token_id for token_id, _ in request.logit_bias]),
+        ):
+            for token_id in token_ids:
+                _check_token_id(token_id, info, param=param)
         return info
 
     def _check_num_choices(self, num_prompts: int, n: int) -> None:
@@ -297,16 +438,17 @@ class CompletionService:
     async def _encode(
         self, prompt: str | tuple[int, ...], request: CompletionRequest, info: ModelInfo
     ) -> Sequence[int]:
-        max_tokens = info.max_request_tokens - 1
         if isinstance(prompt, str):
-            token_ids = await self._tokenizer.encode_within(
-                prompt, max_tokens=max_tokens, add_special_tokens=request.add_special_tokens
+            token_ids = await self._encode_text(
+                prompt, request, info, add_special_tokens=request.add_special_tokens
             )
             if not token_ids:
                 raise InvalidRequest(
                     "the prompt is empty; it needs at least one token", param="prompt"
                 )
             return token_ids
+        max_tokens = info.max_request_tokens - 1
+        prompt = _truncated(prompt, request, max_tokens)
         if len(prompt) > max_tokens:
             raise ContextLengthExceeded(
                 f"the prompt has {len(prompt)} tokens; at most {max_tokens} leave room for an "
@@ -315,6 +457,34 @@ class CompletionService:
             )
         _check_token_id(max(prompt), info, param="prompt")
         return prompt
+
+    async def _encode_text(
+        self, text: str, request: GenerationParams, info: ModelInfo, *, add_special_tokens: bool
+    ) -> Sequence[int]:
+        max_tokens = info.max_request_tokens - 1
+        is_cut = request.truncate_prompt_tokens is not None
+        token_ids = await self._tokenizer.encode_within(
+            text,
+            # What is cut off may be long, but not without a limit.
+            max_tokens=_MAX_TRUNCATED * max_tokens if is_cut else max_tokens,
+            add_special_tokens=add_special_tokens,
+        )
+        return _truncated(token_ids, request, max_tokens)
+
+    def _bad_words(self, request: GenerationParams) -> tuple[tuple[int, ...], ...]:
+        """Token sequences of the bad words, as they begin a word and as they do not."""
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in request.bad_words:
+            for text in (word.lstrip(), " " + word.lstrip()):
+                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
+                    raise InvalidRequest(
+                        f"bad_words: {text!r} has {len(token_ids)} tokens; at most "
+                        f"{MAX_BAD_WORD_TOKENS} are possible",
+                        param="bad_words",
+                    )
+                sequences[token_ids] = None
+        return tuple(sequences)
 
     def _generation(
         self,
@@ -327,17 +497,32 @@ class CompletionService:
     ) -> Generation:
         response_id = f"{kind}-{uuid.uuid4().hex}"
         seed = secrets.randbits(64) if request.seed is None else request.seed
+        bad_words = self._bad_words(request)
+        for limit in limits:
+            if request.min_tokens > limit:
+                raise InvalidRequest(
+                    f"min_tokens is {request.min_tokens}, but the output ends after {limit} tokens",
+                    param="min_tokens",
+                )
         choices = [
             Choice(
                 p * request.n + i,
                 f"{response_id}-{p * request.n + i}",
                 prompt_token_ids=prompt,
-                sampling=request.sampling(max_tokens=limits[p], seed=seed, choice=i),
+                sampling=request.sampling(
+                    max_tokens=limits[p],
+                    seed=seed,
+                    choice=i,
+                    defaults=self.defaults,
+                    bad_words=bad_words,
+                ),
                 detokenizer=self._tokenizer.detokenizer(
                     skip_special_tokens=request.skip_special_tokens
                 ),
                 stop_strings=request.stop,
                 counts_prompt=i == 0,
+                includes_stop=request.include_stop_str_in_output,
+                discards_output=isinstance(request, CompletionRequest) and request.max_tokens == 0,
             )
             for p, prompt in enumerate(prompts)
             for i in range(request.n)
@@ -348,7 +533,53 @@ class CompletionService:
             model=self._config.model_id,
             system_fingerprint=f"fp_{info.fingerprint[:16]}",
         )
-        return Generation(header=header, params=request, choices=choices, arrived_s=arrived_s)
+        names = TokenNames(self._tokenizer, as_ids=request.return_tokens_as_token_ids)
+        return Generation(
+            header=header, params=request, choices=choices, arrived_s=arrived_s, names=names
+        )
+
+
+def _output(generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> ChoiceOutput:
+    """Put a finished choice together."""
+    names, text = generation.names, "".join(piece.text for piece in pieces)
+    token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
+    logprobs: dict[str, Any] | None = None
+    if generation.wants_logprobs or generation.echoes:
+        [*_, shape] = generation.logprob_formats()
+        echo = generation.echo(choice, shape)
+        if generation.wants_logprobs:
+            entries = [entry for piece in pieces for entry in piece.logprobs or ()]
+            logprobs = shape.render(token_ids, entries)
+        if echo is not None:
+            text = echo[0] + text
+            if logprobs is not None and echo[1] is not None:
+                logprobs = {name: echo[1][name] + logprobs[name] for name in logprobs}
+    of_prompt: list[dict[str, Any] | None] | None = None
+    if generation.params.prompt_logprobs is not None:
+        entries = [None, *(choice.prompt_logprobs.since(0) or ())]
+        of_prompt = prompt_logprobs(names, choice.prompt_token_ids, entries)
+    return ChoiceOutput(
+        text=text,
+        token_ids=token_ids,
+        prompt_token_ids=choice.prompt_token_ids,
+        finish_reason=choice.finish_reason or "stop",
+        stop_string=choice.stop_string,
+        logprobs=logprobs,
+        prompt_logprobs=of_prompt,
+    )
+
+
+def _truncated(
+    token_ids: Sequence[int], request: GenerationParams, max_tokens: int
+) -> Sequence[int]:
+    """Cut a prompt down to what the request allows of it."""
+    count = request.truncate_prompt_tokens
+    if count is None:
+        return token_ids
+    count = max_tokens if count == -1 else count
+    if len(token_ids) <= count:
+        return token_ids
+    return token_ids[:count] if request.truncation_side == "right" else token_ids[-count:]
 
 
 def _output_limit(
@@ -379,7 +610,8 @@ def _check_token_id(token_id: int, info: ModelInfo, *, param: str) -> None:
         )
 
 
-def _first_leaf(group: BaseExceptionGroup[ServingError]) -> ServingError:
+def first_leaf(group: BaseExceptionGroup[ServingError]) -> ServingError:
+    """The first error of a group of tasks."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

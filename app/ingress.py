@@ -7,7 +7,7 @@ deployments by handle. Invariant: it holds no state that another ingress replica
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,15 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from app.choice import Choice
+from app.choice import Choice, Piece
 from app.client import LLMClient
 from app.completion_service import CompletionService
+from app.generation_config import load_sampling_defaults
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.tokenizer import Tokenizer
+from replicas.errors import InvalidRequest
 
 
 class Ingress:
@@ -38,7 +40,13 @@ class Ingress:
         self._client = LLMClient(router)
         self._metrics = IngressMetrics(serve.get_replica_context().replica_id.unique_id)
         tokenizer = Tokenizer.load(Path(config.model_dir))
-        self._service = CompletionService(self._client, tokenizer, config, self._metrics)
+        self._service = CompletionService(
+            self._client,
+            tokenizer,
+            config,
+            self._metrics,
+            load_sampling_defaults(Path(config.model_dir)),
+        )
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Give Serve the HTTP side; Serve itself echoes X-Request-Id."""
@@ -64,6 +72,10 @@ class Ingress:
         """
         plan = self._service.plan_chat if "messages" in body else self._service.plan_completion
         generation = await plan(body)
+        if generation.echoes or generation.choices[0].sampling.prompt_logprobs is not None:
+            raise InvalidRequest("'echo' and 'prompt_logprobs' are for HTTP", param="echo")
+        if generation.wants_logprobs:
+            raise InvalidRequest("'logprobs' are for HTTP", param="logprobs")
         mailbox = _Mailbox()
         run = asyncio.create_task(self._service.run(generation, mailbox.put))
         run.add_done_callback(mailbox.close)
@@ -90,12 +102,12 @@ class _Mailbox:
         self._items: dict[int, dict[str, Any]] = {}
         self._has_news = asyncio.Event()
 
-    async def put(self, choice: Choice, text: str, token_ids: Sequence[int]) -> None:
+    async def put(self, choice: Choice, piece: Piece) -> None:
         """Add to the choice's item."""
         empty: dict[str, Any] = {"index": choice.index, "text": "", "token_ids": []}
         item = self._items.setdefault(choice.index, empty)
-        item["text"] += text
-        item["token_ids"] += token_ids
+        item["text"] += piece.text
+        item["token_ids"] += piece.token_ids
         item["finish_reason"] = choice.finish_reason
         self._has_news.set()
 

@@ -54,12 +54,18 @@ class ChoiceOutput:
         token_ids: all output token ids.
         prompt_token_ids: ids of the choice's prompt.
         finish_reason: "stop" or "length".
+        stop_string: what of `stop` ended it, or None.
+        logprobs: rendered, or None.
+        prompt_logprobs: rendered, or None.
     """
 
     text: str
     token_ids: Sequence[int]
     prompt_token_ids: Sequence[int]
     finish_reason: str
+    stop_string: str | None = None
+    logprobs: dict[str, Any] | None = None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +95,14 @@ class StreamFormat(Protocol):
         """What precedes a choice's first text; may be empty."""
         ...
 
-    def text(self, index: int, text: str, token_ids: Sequence[int]) -> bytes:
-        """A chunk with new text of one choice."""
+    def text(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A chunk with new text of one choice, and the log-probabilities of its tokens."""
         ...
 
     def last(self, index: int, finish_reason: str) -> bytes:
@@ -111,9 +123,17 @@ class _Frame:
         self._tail = b'}],"usage":null}\n\n' if include_usage else b"}]}\n\n"
         self._include_usage = include_usage
 
-    def choice(self, index: int, *fields: bytes, finish_reason: bytes = b"null") -> bytes:
+    def choice(
+        self,
+        index: int,
+        *fields: bytes,
+        finish_reason: bytes = b"null",
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
         """A chunk of one choice; `fields` begin with a comma."""
         reason = (b',"logprobs":null,"finish_reason":', finish_reason)
+        if logprobs is not None:
+            reason = (b',"logprobs":', orjson.dumps(logprobs), b',"finish_reason":', finish_reason)
         return b"".join((self._head, b"%d" % index, *fields, *reason, self._tail))
 
     def usage(self, usage: Usage) -> bytes:
@@ -141,12 +161,18 @@ class CompletionStream:
         fields = (b',"text":"","token_ids":[],"prompt_token_ids":', ids)
         return self._frame.choice(index, *fields)
 
-    def text(self, index: int, text: str, token_ids: Sequence[int]) -> bytes:
+    def text(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
         """A chunk with new text."""
         if not self._return_token_ids:
-            return self._frame.choice(index, b',"text":', orjson.dumps(text))
-        ids = orjson.dumps(token_ids)
-        return self._frame.choice(index, b',"text":', orjson.dumps(text), b',"token_ids":', ids)
+            return self._frame.choice(index, b',"text":', orjson.dumps(text), logprobs=logprobs)
+        fields = (b',"text":', orjson.dumps(text), b',"token_ids":', orjson.dumps(token_ids))
+        return self._frame.choice(index, *fields, logprobs=logprobs)
 
     def last(self, index: int, finish_reason: str) -> bytes:
         """The chunk with the finish reason."""
@@ -176,14 +202,21 @@ class ChatStream:
         ids, end = orjson.dumps(prompt_token_ids), b"}\n\n"
         return b"".join((chunk.removesuffix(end), b',"prompt_token_ids":', ids, end))
 
-    def text(self, index: int, text: str, token_ids: Sequence[int]) -> bytes:
+    def text(
+        self,
+        index: int,
+        text: str,
+        token_ids: Sequence[int],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
         """A chunk with new text."""
         content = orjson.dumps(text)
         if not self._return_token_ids:
-            return self._frame.choice(index, b',"delta":{"content":', content, b"}")
+            fields = (b',"delta":{"content":', content, b"}")
+            return self._frame.choice(index, *fields, logprobs=logprobs)
         ids = orjson.dumps(token_ids)
         fields = (b',"delta":{"content":', content, b'},"token_ids":', ids)
-        return self._frame.choice(index, *fields)
+        return self._frame.choice(index, *fields, logprobs=logprobs)
 
     def last(self, index: int, finish_reason: str) -> bytes:
         """The chunk with the finish reason and an empty delta."""
@@ -203,12 +236,14 @@ def completion_body(
         entry: dict[str, Any] = {
             "index": index,
             "text": choice.text,
-            "logprobs": None,
+            "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
         }
         if return_token_ids:
             entry["token_ids"] = choice.token_ids
             entry["prompt_token_ids"] = choice.prompt_token_ids
+        if choice.prompt_logprobs is not None:
+            entry["prompt_logprobs"] = choice.prompt_logprobs
         rendered.append(entry)
     body = header.as_json("text_completion")
     return orjson.dumps({**body, "choices": rendered, "usage": usage.as_json()})
@@ -223,7 +258,7 @@ def chat_body(
         entry: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            "logprobs": None,
+            "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
         }
         if return_token_ids:
@@ -233,4 +268,6 @@ def chat_body(
     extra: dict[str, Any] = {}
     if return_token_ids:
         extra["prompt_token_ids"] = choices[0].prompt_token_ids
+    if choices[0].prompt_logprobs is not None:
+        extra["prompt_logprobs"] = choices[0].prompt_logprobs
     return orjson.dumps({**body, "choices": rendered, "usage": usage.as_json(), **extra})

@@ -12,17 +12,33 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from app.errors import InvalidJSON, MissingParameter, UnknownParameter, UnsupportedParameter
+from app.generation_config import SamplingDefaults
 from app.json_types import is_list, is_object, is_token_ids
 from app.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, drop_without_effect
 from replicas.errors import InvalidRequest
-from replicas.wire import SamplingParams
+from replicas.wire import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1_000
-MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORD_STRINGS = MAX_BAD_WORDS // 2
+"""Each may begin a word or not: two token sequences."""
 MAX_CHOICES = 128
 _UINT64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
@@ -50,15 +66,31 @@ class GenerationParams(_Schema):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(default=1, ge=1, le=MAX_CHOICES)
-    temperature: float = Field(default=1.0, ge=0.0, le=2.0, allow_inf_nan=False)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=-1, le=1 << 30)
+    # None: the model's own default, see `SamplingDefaults`.
+    temperature: float | None = Field(default=None, ge=0.0, le=2.0, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_k: int | None = Field(default=None, ge=-1, le=1 << 30)
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=1e3, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    # Token ids, written as JSON writes keys: as strings.
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: TokenIds = ()
+    bad_words: tuple[str, ...] = ()
+    min_tokens: int = Field(default=0, ge=0)
     seed: int | None = Field(default=None, ge=-(1 << 63), le=_UINT64)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    # -1: as many as the context has room for.
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncation_side: Literal["left", "right"] = "left"
     cache_salt: str = Field(default="", max_length=1_000)
     # Hints to a provider; they change no answer here.
     user: Hint | None = None
@@ -66,7 +98,7 @@ class GenerationParams(_Schema):
     safety_identifier: Hint | None = None
     prompt_cache_key: Hint | None = None
 
-    @field_validator("stop", mode="before")
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
     @classmethod
     def _stop_strings(cls, value: object) -> tuple[str, ...]:
         stops = [value] if isinstance(value, str) else value
@@ -81,32 +113,100 @@ class GenerationParams(_Schema):
                 )
         return tuple(stops)
 
-    @field_validator("stop_token_ids", mode="before")
+    @field_validator(
+        "stop_token_ids", "allowed_token_ids", mode="before", json_schema_input_type=list[int]
+    )
     @classmethod
-    def _stop_token_ids(cls, value: object) -> tuple[int, ...]:
+    def _token_ids(cls, value: object, info: ValidationInfo) -> TokenIds:
         if not is_token_ids(value):
             raise ValueError("must be a list of token ids, integers >= 0")
-        if len(value) > MAX_STOP_TOKEN_IDS:
+        if info.field_name == "stop_token_ids" and len(value) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(value)}")
         return tuple(value)
 
-    def sampling(self, *, max_tokens: int, seed: int, choice: int) -> SamplingParams:
+    @field_validator("logit_bias", mode="before", json_schema_input_type=dict[str, float])
+    @classmethod
+    def _biases(cls, value: object) -> tuple[tuple[int, float], ...]:
+        if not is_object(value):
+            raise ValueError("must be an object that maps token ids to biases")
+        if len(value) > MAX_LOGIT_BIAS:
+            raise ValueError(f"at most {MAX_LOGIT_BIAS} entries, got {len(value)}")
+        biases: list[tuple[int, float]] = []
+        for key, bias in value.items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 10):
+                raise ValueError(f"each key must be a token id, got {key[:20]!r}")
+            if type(bias) not in (int, float) or not -100 <= bias <= 100:
+                raise ValueError(f"the bias of {key} must be a number from -100 to 100")
+            biases.append((int(key), float(bias)))
+        return tuple(biases)
+
+    @field_validator("bad_words", mode="before", json_schema_input_type=list[str])
+    @classmethod
+    def _bad_words(cls, value: object) -> tuple[str, ...]:
+        if not is_list(value) or not all(isinstance(word, str) and word.strip() for word in value):
+            raise ValueError("must be a list of strings that are not blank")
+        if len(value) > MAX_BAD_WORD_STRINGS:
+            raise ValueError(f"at most {MAX_BAD_WORD_STRINGS} words, got {len(value)}")
+        return tuple(value)
+
+    @field_validator("truncate_prompt_tokens", mode="after")
+    @classmethod
+    def _truncation(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be at least 1, or -1")
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each output token; None: no log-probabilities."""
+        return None
+
+    def sampling(
+        self,
+        *,
+        max_tokens: int,
+        seed: int,
+        choice: int,
+        defaults: SamplingDefaults,
+        bad_words: tuple[TokenIds, ...],
+    ) -> SamplingParams:
         """Return the sampling parameters of one choice.
 
         Args:
             max_tokens: output limit, tokens.
             seed: the request's seed, given or drawn.
             choice: index among the n choices of one prompt.
+            defaults: of what the request leaves out.
+            bad_words: the tokens of `bad_words`.
         """
+
+        def chosen[T: (int, float)](value: T | None, default: T) -> T:
+            return default if value is None else value
+
         return SamplingParams(
-            temperature=self.temperature,
-            top_k=max(0, self.top_k),
-            top_p=self.top_p,
+            temperature=chosen(self.temperature, defaults.temperature),
+            top_k=max(0, chosen(self.top_k, defaults.top_k)),
+            top_p=chosen(self.top_p, defaults.top_p),
+            min_p=chosen(self.min_p, defaults.min_p),
+            repetition_penalty=chosen(self.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=bad_words,
             max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
             seed=choice_seed(seed, choice),
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.wanted_prompt_logprobs,
         )
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """Alternatives of each prompt token; None: no log-probabilities of the prompt."""
+        return self.prompt_logprobs
 
 
 class CompletionRequest(GenerationParams):
@@ -114,12 +214,39 @@ class CompletionRequest(GenerationParams):
 
     # A str, or token ids; one entry per prompt.
     prompt: tuple[str | TokenIds, ...]
-    max_tokens: int = Field(default=16, ge=1)
+    # 0 with `echo`: only the prompt comes back.
+    max_tokens: int = Field(default=16, ge=0)
     add_special_tokens: bool = True
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = COMPLETION_PARAMETERS
 
-    @field_validator("prompt", mode="plain")
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each output token."""
+        return self.logprobs
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """Alternatives of each prompt token: an echoed prompt has those of the output."""
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        if self.echo and self.logprobs is not None:
+            return max(self.logprobs, self.prompt_logprobs or 0)
+        return self.prompt_logprobs
+
+    @model_validator(mode="after")
+    def _has_output(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: must be at least 1 without 'echo'")
+        return self
+
+    @field_validator(
+        "prompt",
+        mode="plain",
+        json_schema_input_type=str | list[str] | list[int] | list[list[int]],
+    )
     @classmethod
     def _prompts(cls, value: object) -> tuple[str | TokenIds, ...]:
         if isinstance(value, str):
@@ -168,7 +295,7 @@ class ChatMessage(_Schema):
         """The reasoning under either of its two names."""
         return self.reasoning if self.reasoning is not None else self.reasoning_content
 
-    @field_validator("content", mode="before")
+    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart])
     @classmethod
     def _parts(cls, value: object) -> tuple[object, ...]:
         if isinstance(value, str):
@@ -191,8 +318,31 @@ class ChatRequest(GenerationParams):
     # None: as many tokens as the context has room for.
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
+    # None: true, unless the last message is to be continued.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = CHAT_PARAMETERS
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each output token."""
+        return self.top_logprobs if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: is only allowed together with 'logprobs': true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError(
+                "continue_final_message: cannot be true together with 'add_generation_prompt'"
+            )
+        if reserved := {"messages", "tools", "documents"} & self.chat_template_kwargs.keys():
+            raise ValueError(f"chat_template_kwargs: '{min(reserved)}' cannot be set there")
+        return self
 
     @property
     def max_output_tokens(self) -> int | None:
@@ -247,12 +397,17 @@ def parse_request[R: (CompletionRequest, ChatRequest)](schema: type[R], body: di
         raise InvalidRequest(
             "'stream_options' is only allowed together with 'stream': true", param="stream_options"
         )
+    if body.get("stream") and "prompt_logprobs" in body:
+        raise InvalidRequest(
+            "'prompt_logprobs' come with a whole answer only: leave 'stream' out",
+            param="prompt_logprobs",
+        )
     if is_object(options := body.get("stream_options")):
         body["stream_options"] = {k: v for k, v in options.items() if v is not None}
     try:
         return schema.model_validate(body)
     except ValidationError as error:
-        raise _as_invalid_request(error) from None
+        raise as_invalid_request(error) from None
 
 
 def _clean_message(message: object) -> object:
@@ -268,7 +423,8 @@ def _clean_message(message: object) -> object:
     return {k: v for k, v in message.items() if v is not None and k not in empty}
 
 
-def _as_invalid_request(error: ValidationError) -> InvalidRequest:
+def as_invalid_request(error: ValidationError) -> InvalidRequest:
+    """Describe the first fault of a body."""
     first = error.errors(include_url=False, include_context=False)[0]
     param = ""
     for step in first["loc"]:
@@ -277,6 +433,8 @@ def _as_invalid_request(error: ValidationError) -> InvalidRequest:
         else:
             param += f".{step}" if param else step
     kind, message = first["type"], first["msg"].removeprefix("Value error, ")
+    if not param and kind == "value_error":  # of the request as a whole: it names the parameter
+        param, _, message = message.partition(": ")
     if kind == "extra_forbidden":
         return UnknownParameter(f"unknown parameter: '{param}'", param=param)
     if kind == "missing":

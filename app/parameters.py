@@ -13,27 +13,14 @@ from typing import Any, Final
 from app.errors import UnsupportedParameter
 
 _SHARED: Final[Mapping[str, tuple[object, ...]]] = {
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "logit_bias": ({},),
     # vLLM
-    "min_p": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
     "use_beam_search": (False,),
-    "min_tokens": (0,),
-    "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "prompt_logprobs": (),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "logits_processors": ([],),
     "structured_outputs": (),
     "priority": (0,),
     "request_id": (),
-    "return_tokens_as_token_ids": (False,),
     "thinking_token_budget": (),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
@@ -46,8 +33,6 @@ _SHARED: Final[Mapping[str, tuple[object, ...]]] = {
 COMPLETION_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
     **_SHARED,
     "best_of": (1,),
-    "echo": (False,),
-    "logprobs": (),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
     "prompt_embeds": (),
@@ -55,8 +40,6 @@ COMPLETION_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
 
 CHAT_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
     **_SHARED,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
@@ -76,12 +59,9 @@ CHAT_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
     "web_search_options": (),
     # vLLM
     "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "add_special_tokens": (False,),
     "documents": ([],),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
 }

@@ -17,19 +17,22 @@ class StopStringMatcher:
         matched: the stop string that ended the text, or None.
     """
 
-    def __init__(self, stop_strings: Sequence[str]) -> None:
+    def __init__(self, stop_strings: Sequence[str], *, is_included: bool = False) -> None:
+        """Look for `stop_strings`; with `is_included` the one that is found is let through."""
         assert stop_strings
         assert all(stop_strings), "an empty stop string would match before the first token"
         # Longest first: of two that end at the same place the longer one wins.
         self._stop_strings = sorted(set(stop_strings), key=len, reverse=True)
         self._max_held = max(map(len, self._stop_strings)) - 1
         self._held = ""
+        self._is_included = is_included
         self.matched: str | None = None
 
     def feed(self, piece: str) -> str:
         """Take new text and return what can no longer be part of a stop string.
 
-        After a match the text before the stop string has been returned, and nothing follows.
+        After a match the text before the stop string has been returned (with it, where it is
+        included), and nothing follows.
         """
         if self.matched is not None or not piece:
             return ""
@@ -41,7 +44,7 @@ class StopStringMatcher:
                 end, match = start + len(stop), stop
         if match:
             self.matched, self._held = match, ""
-            return text[: end - len(match)]
+            return text[:end] if self._is_included else text[: end - len(match)]
         keep = self._longest_open_suffix(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -11,8 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from app.frame_server import FrameServer, ReplicaPeer
-from replicas.frames import FrameError, FrameKind, pack_frame, unpack_result
-from replicas.wire import GenerateResult, SinkAddress, TokenDelta
+from replicas.frames import (
+    FrameError,
+    FrameKind,
+    LogprobBuffer,
+    pack_frame,
+    unpack_logprobs,
+    unpack_result,
+)
+from replicas.wire import GenerateResult, SinkAddress, TokenDelta, TokenLogprobs
 
 
 class TokenQueue:
@@ -30,7 +37,9 @@ class TokenQueue:
     __slots__ = (
         "_error",
         "_is_ended",
+        "_logprobs",
         "_loop",
+        "_prompt_logprobs",
         "_tokens",
         "_waiter",
         "first_index",
@@ -51,6 +60,8 @@ class TokenQueue:
         self.is_connected = True
         self.on_connection: Callable[[], None] | None = None
         self._tokens: list[int] = []
+        self._logprobs = LogprobBuffer()
+        self._prompt_logprobs = LogprobBuffer()
         self._is_ended = False
         self._error: BaseException | None = None
         self._loop = asyncio.get_running_loop()
@@ -66,11 +77,21 @@ class TokenQueue:
         """Whether the last delta has arrived and the count agrees with its result."""
         return self.result is not None and self.result.num_output_tokens == self.num_received
 
-    def push(self, start_index: int, token_ids: list[int], result: GenerateResult | None) -> bool:
+    def push(
+        self,
+        start_index: int,
+        token_ids: list[int],
+        result: GenerateResult | None,
+        logprobs: TokenLogprobs | None = None,
+        prompt_logprobs: TokenLogprobs | None = None,
+    ) -> bool:
         """Take a delta; tokens that arrived before are dropped.
 
         Returns:
             False when tokens before `start_index` are missing: the replica must resend.
+
+        Raises:
+            FrameError: logprobs are missing in between.
         """
         if start_index != self.next_index:
             if start_index > self.next_index:
@@ -78,6 +99,10 @@ class TokenQueue:
             token_ids = token_ids[self.next_index - start_index :]
         self._tokens += token_ids
         self.next_index += len(token_ids)
+        if logprobs is not None:
+            self._logprobs.append(logprobs)
+        if prompt_logprobs is not None:
+            self._prompt_logprobs.append(prompt_logprobs)
         if result is not None:
             self.result = result
         self._wake()
@@ -96,7 +121,7 @@ class TokenQueue:
             BaseException: what `fail` was given.
         """
         while True:
-            if self._tokens or (self.is_complete and not self._is_ended):
+            if self._tokens or self._prompt_logprobs or (self.is_complete and not self._is_ended):
                 return self._take()
             if self._error is not None:
                 raise self._error
@@ -116,6 +141,8 @@ class TokenQueue:
             start_index=self.next_index - len(tokens),
             token_ids=tokens,
             result=self.result if self._is_ended else None,
+            logprobs=self._logprobs.take(),
+            prompt_logprobs=self._prompt_logprobs.take(),
         )
 
     def _wake(self) -> None:
@@ -191,7 +218,7 @@ class TokenSink:
             kind, deltas = frame
             if kind != FrameKind.TOKENS:
                 raise FrameError(f"a token sink takes no frame of kind {kind}")
-            for attempt_id, start_index, token_ids, result_fields in deltas:
+            for attempt_id, start_index, token_ids, result_fields, *logprobs in deltas:
                 if result_fields is not None:
                     finished.append(attempt_id)
                 queue = self._queues.get(attempt_id)
@@ -205,7 +232,8 @@ class TokenSink:
                         result_fields, request_id=queue.request_id, replica_id=peer.replica_id
                     )
                 )
-                if not queue.push(start_index, token_ids, result):
+                parts = [unpack_logprobs(part) for part in logprobs]
+                if not queue.push(start_index, token_ids, result, *parts):
                     raise FrameError(
                         f"{attempt_id} skips from output {queue.next_index} to {start_index}"
                     )

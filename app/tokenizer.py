@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from replicas.errors import ContextLengthExceeded
 # a thread costs more than that under load.
 _INLINE_CHARS = 2_000
 
+_BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 
 
@@ -107,6 +109,22 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Decode ids in one go."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, a special token as its name; alone they may be no
+        text."""
+        if self._all_bytes is not None:
+            return self._all_bytes.get(token_id, b"")
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if match := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return piece.replace("\u2581", " ").encode()
+
+    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own names of tokens."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """Return a fresh incremental decoder for one output sequence."""

@@ -26,9 +26,16 @@ from typing import Any
 
 import msgpack
 
-from replicas.wire import FinishReason, GenerateResult, ModelInfo, ReplicaLoad, ReplicaReport
+from replicas.wire import (
+    FinishReason,
+    GenerateResult,
+    ModelInfo,
+    ReplicaLoad,
+    ReplicaReport,
+    TokenLogprobs,
+)
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 4 << 20
 """A frame's body. A step of 1,024 requests takes 60 KB, a resent output of 128k tokens 0.7 MB."""
@@ -165,6 +172,79 @@ def unpack_result(fields: Sequence[Any], *, request_id: str, replica_id: str) ->
         )
     except (TypeError, ValueError) as error:
         raise FrameError(f"malformed result: {error}") from error
+
+
+def pack_logprobs(logprobs: TokenLogprobs | None) -> list[object] | None:
+    """Flatten log-probabilities, or their absence."""
+    return None if logprobs is None else [logprobs.start, logprobs.num_top, logprobs.data]
+
+
+def unpack_logprobs(fields: object) -> TokenLogprobs | None:
+    """Undo `pack_logprobs`.
+
+    Raises:
+        FrameError: wrong number or type of fields, or a broken entry.
+    """
+    match fields:
+        case None:
+            return None
+        case [int(start), int(num_top), bytes(data)] if num_top >= 0:
+            logprobs = TokenLogprobs(start=start, num_top=num_top, data=data)
+            if len(data) % logprobs.token_bytes == 0:
+                return logprobs
+    raise FrameError("malformed logprobs")
+
+
+class LogprobBuffer:
+    """Log-probabilities that arrive in pieces, each token's once, whatever is sent again.
+
+    Attributes:
+        start: index of the first token that is kept.
+        end: index behind the last token so far.
+    """
+
+    __slots__ = ("_data", "_num_top", "end", "start")
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.start = 0
+        self._num_top: int | None = None
+        self._data = bytearray()
+
+    def __bool__(self) -> bool:
+        return bool(self._data)
+
+    def append(self, part: TokenLogprobs) -> None:
+        """Take a piece; what is there already is dropped.
+
+        Raises:
+            FrameError: something between is missing.
+        """
+        if self._num_top is None:
+            self.start = self.end = part.start
+            self._num_top = part.num_top
+        if part.start > self.end or part.num_top != self._num_top:
+            raise FrameError(f"logprobs skip from {self.end} to {part.start}")
+        if part.end > self.end:
+            self._data += part.tail(self.end).data
+            self.end = part.end
+
+    def since(self, index: int, *, before: int | None = None) -> TokenLogprobs | None:
+        """Those of the tokens [index, before); None where there are none."""
+        if self._num_top is None or index >= self.end:
+            return None
+        token_bytes = 4 + 8 * self._num_top
+        index = max(index, self.start)
+        end = self.end if before is None else min(before, self.end)
+        data = self._data[(index - self.start) * token_bytes : (end - self.start) * token_bytes]
+        return TokenLogprobs(start=index, num_top=self._num_top, data=bytes(data))
+
+    def take(self) -> TokenLogprobs | None:
+        """Everything since the last call."""
+        taken = self.since(self.start)
+        self.start = self.end
+        self._data.clear()
+        return taken
 
 
 _LOAD_FIELDS = tuple(ReplicaLoad.__dataclass_fields__)

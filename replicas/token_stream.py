@@ -10,18 +10,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from replicas.errors import EngineError, Overloaded, ServingError
-from replicas.frames import FrameError, FrameKind, pack_frame, pack_result
+from replicas.frames import (
+    FrameError,
+    FrameKind,
+    LogprobBuffer,
+    pack_frame,
+    pack_logprobs,
+    pack_result,
+)
 from replicas.sink_link import SinkLink
-from replicas.wire import GenerateRequest, GenerateResult, SinkAddress, TokenDelta
+from replicas.wire import GenerateRequest, GenerateResult, SinkAddress, TokenDelta, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
 MAX_BUFFERED_BYTES = 8 << 20
 RECONNECT_S = 5.0
+MAX_RESENT_TOKENS = 8192
+"""Tokens in a resent frame: with all their logprobs they take 1.4 MB."""
 UNACKNOWLEDGED_S = 60.0
 """An ended request is forgotten after this long without acknowledgement."""
 
@@ -31,7 +40,17 @@ Outcome = GenerateResult | ServingError
 class _Record:
     """One request: all tokens it has produced, and how it ended."""
 
-    __slots__ = ("expiry", "offset", "outcome", "request_id", "result", "sink", "tokens")
+    __slots__ = (
+        "expiry",
+        "logprobs",
+        "offset",
+        "outcome",
+        "prompt_logprobs",
+        "request_id",
+        "result",
+        "sink",
+        "tokens",
+    )
 
     def __init__(
         self, request: GenerateRequest, sink: _Sink, outcome: asyncio.Future[Outcome]
@@ -41,13 +60,45 @@ class _Record:
         self.sink = sink
         self.outcome = outcome
         self.tokens: list[int] = []
+        self.logprobs = LogprobBuffer()
+        self.prompt_logprobs = LogprobBuffer()
         self.result: GenerateResult | None = None
         self.expiry: asyncio.TimerHandle | None = None
 
-    def pack_from(self, index: int) -> list[object]:
-        """Encode everything from output `index` on."""
+    def append(self, delta: TokenDelta) -> None:
+        """Take in new tokens and what belongs to them."""
+        self.tokens += delta.token_ids
+        if delta.logprobs is not None:
+            self.logprobs.append(delta.logprobs)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs.append(delta.prompt_logprobs)
+
+    def pack_from(self, index: int, prompt_logprobs: TokenLogprobs | None = None) -> list[object]:
+        """Encode everything from output `index` on, and new logprobs of the prompt."""
         result = None if self.result is None else pack_result(self.result)
-        return [self.request_id, index, self.tokens[index - self.offset :], result]
+        packed = [self.request_id, index, self.tokens[index - self.offset :], result]
+        logprobs = self.logprobs.since(index) if self.logprobs else None
+        if logprobs is not None or prompt_logprobs is not None:
+            packed += [pack_logprobs(logprobs), pack_logprobs(prompt_logprobs)]
+        return packed
+
+    def resend_from(self, index: int) -> Iterator[list[object]]:
+        """Encode everything from output `index` on, in pieces that fit a frame each.
+
+        The logprobs of the prompt are sent from their beginning: the sink drops what it has.
+        """
+        of_prompt = self.prompt_logprobs
+        for start in range(of_prompt.start, of_prompt.end, MAX_RESENT_TOKENS):
+            part = of_prompt.since(start, before=start + MAX_RESENT_TOKENS)
+            yield [self.request_id, index, [], None, None, pack_logprobs(part)]
+        end = self.offset + len(self.tokens)
+        while self.logprobs and index + MAX_RESENT_TOKENS < end:
+            following = index + MAX_RESENT_TOKENS
+            tokens = self.tokens[index - self.offset : following - self.offset]
+            logprobs = pack_logprobs(self.logprobs.since(index, before=following))
+            yield [self.request_id, index, tokens, None, logprobs, None]
+            index = following
+        yield self.pack_from(index)
 
 
 class _Sink:
@@ -137,11 +188,13 @@ class TokenStream:
                 continue
             index = record.offset + len(record.tokens)
             assert delta.start_index == index, f"{delta}: expected output {index}"
-            record.tokens += delta.token_ids
+            record.append(delta)
             if delta.result is not None:
                 self._end(record, delta.result)
             if record.sink.link.is_ready:
-                frames.setdefault(record.sink, []).append(record.pack_from(index))
+                frames.setdefault(record.sink, []).append(
+                    record.pack_from(index, delta.prompt_logprobs)
+                )
         for sink, packed in frames.items():
             if not sink.link.write(pack_frame(FrameKind.TOKENS, packed)):
                 self._give_up(sink, Overloaded("the caller reads its tokens too slowly"))
@@ -203,10 +256,10 @@ class TokenStream:
                     self.close(record.request_id)
             elif not record.offset <= index <= end:
                 raise FrameError(f"{record.request_id}: output {index} is not in what was sent")
-            elif (index < end or record.result is not None) and not sink.link.write(
-                pack_frame(FrameKind.TOKENS, [record.pack_from(index)])
-            ):
-                raise FrameError("the sink lacks more than may be buffered")
+            elif index < end or record.result is not None or record.prompt_logprobs:
+                for packed in record.resend_from(index):
+                    if not sink.link.write(pack_frame(FrameKind.TOKENS, [packed])):
+                        raise FrameError("the sink lacks more than may be buffered")
 
     def _receive(self, frame: list[Any]) -> None:
         match frame:

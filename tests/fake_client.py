@@ -7,6 +7,7 @@ running, so that tests can see whether a request was given up.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,25 @@ from replicas.wire import (
     SamplingParams,
     ServiceStatus,
     TokenDelta,
+    TokenLogprobs,
 )
 
 EOS = 1
+
+
+def fake_logprob(token_id: int) -> float:
+    """What the fake model thinks of a token; exact in f32."""
+    return -(token_id % 7 + 1) / 8
+
+
+def fake_logprobs(token_ids: Sequence[int], start: int, num_top: int) -> TokenLogprobs:
+    """Of these tokens, each beside the ids that follow it, of which each is half as likely."""
+    data = b""
+    for token_id in token_ids:
+        values = [fake_logprob(token_id) - rank for rank in range(num_top)]
+        ids = [token_id + rank for rank in range(num_top)]
+        data += struct.pack(f"<f{num_top}i{num_top}f", fake_logprob(token_id), *ids, *values)
+    return TokenLogprobs(start=start, num_top=num_top, data=data)
 
 
 @dataclass(kw_only=True)
@@ -132,11 +149,20 @@ class FakeClient:
                 new = tuple(tokens[start : start + self.tokens_per_delta])
                 is_finished = start + len(new) == len(tokens)
                 result = self._result(request_id, prompt, tokens, reason)
+                of_prompt = None
+                if start == 0 and sampling.prompt_logprobs is not None:
+                    first = sampling.prompt_logprobs_start
+                    of_prompt = fake_logprobs(prompt[first:], first, sampling.prompt_logprobs)
+                of_output = None
+                if sampling.logprobs is not None:
+                    of_output = fake_logprobs(new, start, sampling.logprobs)
                 yield TokenDelta(
                     request_id=request_id,
                     start_index=start,
                     token_ids=new,
                     result=result if is_finished else None,
+                    logprobs=of_output,
+                    prompt_logprobs=of_prompt,
                 )
                 if is_finished:
                     return

@@ -226,9 +226,7 @@ def _adjust(
     return jnp.where(is_cut, -jnp.inf, logits)
 
 
-def _banned_by_words(
-    positions: Int32[Array, " G"], row: dict[str, Array]
-) -> Int32[Array, "G N"]:
+def _banned_by_words(positions: Int32[Array, " G"], row: dict[str, Array]) -> Int32[Array, "G N"]:
     """The last token of each bad word whose other tokens end the output; -1 for the others."""
     words = row["bad_words"]
     before = positions[:, None] - jnp.arange(MAX_BAD_WORD_TOKENS - 1, 0, -1)[None, :]

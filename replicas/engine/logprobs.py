@@ -76,9 +76,7 @@ def compute_logprobs(
     return lax.cond(jnp.any(is_target) | jnp.any(is_wanted), compute, lambda: table)
 
 
-def _entries(
-    logits: Float32[Array, "G V"], token_ids: Int32[Array, " G"]
-) -> Int32[Array, "G W"]:
+def _entries(logits: Float32[Array, "G V"], token_ids: Int32[Array, " G"]) -> Int32[Array, "G W"]:
     """Log-softmax of one token and of the likeliest of each row, as words."""
     num_top = min(MAX_LOGPROBS, logits.shape[1])
     values, ids = top_candidates(logits)
@@ -91,9 +89,7 @@ def _entries(
     return jnp.concatenate([words[0], ids[:, :num_top], words[1]], axis=1)
 
 
-def pack_logprobs(
-    table: npt.NDArray[np.int32], *, start: int, num_top: int
-) -> TokenLogprobs:
+def pack_logprobs(table: npt.NDArray[np.int32], *, start: int, num_top: int) -> TokenLogprobs:
     """Pack entries [n, W] of consecutive tokens; of each the first `num_top` alternatives."""
     most = (table.shape[1] - 1) // 2
     num_top = min(num_top, most)

@@ -278,12 +278,11 @@ class Scheduler:
         """Give a slot and pages for all known tokens; False if there are too few pages.
 
         Tokens whose logits are needed are never taken from the cache, the last one among them. One
-        free page per running sequence is left, so that an admission does not cause a preemption at once.
+        free page per running sequence is left, so that an admission does not cause a preemption at
+        once.
         """
         num_tokens = sequence.num_tokens
-        keys = sequence.page_keys(
-            page_size=self.page_size, num_tokens=sequence.max_cached_tokens
-        )
+        keys = sequence.page_keys(page_size=self.page_size, num_tokens=sequence.max_cached_tokens)
         matched = self.allocator.match(keys)
         count = -(-num_tokens // self.page_size) - len(matched)
         pages = None

@@ -249,9 +249,7 @@ class VerifyLayout:
                 temperature=jnp.where(is_output, sampling.temperature, 0.0),
                 positions=positions[output_rows] + 1,
             ),
-            outputs=OutputRows(
-                slots=slots[owners], flags=jnp.where(is_output, flags[owners], 0)
-            ),
+            outputs=OutputRows(slots=slots[owners], flags=jnp.where(is_output, flags[owners], 0)),
             targets=targets,
             flags=flags,
             slots=slots,

@@ -193,9 +193,7 @@ def pack_slots(
     view["page_indices"][:num_seqs] = table.page_indices[slots]
 
 
-def pack_targets(
-    targets: npt.NDArray[np.int32], part: ScheduledSequence, first_row: int
-) -> None:
+def pack_targets(targets: npt.NDArray[np.int32], part: ScheduledSequence, first_row: int) -> None:
     """Mark the token rows of a part, the first of which is given, that give prompt logprobs."""
     rows = part.sequence.prompt_logprob_rows(part.start, part.start + part.num_tokens)
     if rows:
@@ -355,6 +353,4 @@ class PackedLayout:
             for index, part in enumerate(plan.scheduled):
                 by_index[index] = read_logprobs(logprobs, part, first_row=row, num_outputs=1)
                 row += part.num_tokens
-        return StepOutput(
-            token_ids=output[:, None].tolist(), num_draft_tokens=0, logprobs=by_index
-        )
+        return StepOutput(token_ids=output[:, None].tolist(), num_draft_tokens=0, logprobs=by_index)

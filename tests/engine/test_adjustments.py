@@ -1,4 +1,4 @@
-"""Penalties, biases, bans and min-p against a numpy oracle; and their state over a request's life."""
+"""Penalties, biases, bans and min-p against a numpy oracle; their state over a request's life."""
 
 from __future__ import annotations
 
@@ -106,7 +106,9 @@ def draw_many(sampling: SamplingParams, num_draws: int) -> np.ndarray:
     return np.concatenate(
         [
             np.asarray(
-                DRAW(logits, arrays(sampling, first_seed=seed, position=position), outputs, slot_rows)
+                DRAW(
+                    logits, arrays(sampling, first_seed=seed, position=position), outputs, slot_rows
+                )
             )
             for seed in range(0, num_draws, NUM_ROWS)
         ]
@@ -139,7 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
         "frequency_penalty": 0.3,
         "repetition_penalty": 1.2,
         "logit_bias": ((8, 4.0), (100, 3.0)),
-        "allowed_token_ids": tuple(range(0, 200)),
+        "allowed_token_ids": tuple(range(200)),
         "bad_words": ((16, 18), (6,)),
         "min_tokens": 20,
         "temperature": 1.3,
@@ -296,9 +298,7 @@ def test_nothing_stops_the_output_before_min_tokens() -> None:
         ("prompt_logprobs", {"prompt_logprobs": 1, "prompt_logprobs_start": 0}),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_by_name(
-    param: str, fields: dict[str, Any]
-) -> None:
+def test_a_parameter_out_of_range_is_refused_by_name(param: str, fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         small_engine().validate(make_request("a", [3], 8, **fields))
     assert refusal.value.param == param

@@ -53,7 +53,7 @@ def run(
             token_ids=tuple(ids[start:end]),
             result=result(reason, len(ids)) if is_last else None,
         )
-        new_text, new_ids = choice.feed(delta)
+        new_text, new_ids, _ = choice.feed(delta)
         text += new_text
         kept += new_ids
         if choice.finish_reason is not None:
@@ -104,11 +104,11 @@ def test_a_stop_token_counts_but_is_not_text(cuts: list[int]) -> None:
 
 def test_an_end_without_tokens_flushes_what_was_held() -> None:
     choice = make_choice(("Hello there",))
-    text, _ = choice.feed(TokenDelta(request_id="r", start_index=0, token_ids=tuple(IDS[:1])))
+    text, *_ = choice.feed(TokenDelta(request_id="r", start_index=0, token_ids=tuple(IDS[:1])))
     last = TokenDelta(
         request_id="r", start_index=1, token_ids=(), result=result(FinishReason.LENGTH, 1)
     )
-    more, _ = choice.feed(last)
+    more, *_ = choice.feed(last)
     assert text == ""
     assert more == TOKENIZER.decode(IDS[:1], skip_special_tokens=True)
     assert (choice.num_tokens, choice.finish_reason) == (1, "length")

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,97 +18,15 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from prometheus_client.parser import text_string_to_metric_families
 
 from app.auth import hash_key
-from app.completion_service import CompletionService
-from app.http_api import create_app
-from app.ingress_config import IngressConfig
-from app.metrics import IngressMetrics
 from app.openai_schema import ChatRequest, CompletionRequest
-from app.tokenizer import Tokenizer
 from app.version import VERSION
 from replicas.errors import DeadlineExceeded, EngineNotReady, Overloaded, ServingError
-from replicas.wire import ModelInfo, ReplicaLoad, SamplingParams, StartupProgress
-from tests.asgi_client import Answer, Client
-from tests.fake_client import EOS, FakeClient
-from tests.tiny_tokenizer import write_model_dir
+from replicas.wire import ReplicaLoad, SamplingParams, StartupProgress
+from tests.asgi_client import Answer
+from tests.fake_client import EOS
+from tests.http_server import MODEL, TEXT, MakeServer, body, chat_body
 
 TEXTS = st.sampled_from(["user", "assistant", "system", "text"])
-TEXT = "Hello world, 火星🚀 this is a small tokenizer"
-MODEL = "tiny%s/model"  # an id with everything that formats and paths could trip over
-
-
-@dataclasses.dataclass
-class Server:
-    """An app under test and what stands behind it."""
-
-    tokenizer: Tokenizer
-    fake: FakeClient
-    client: Client
-    metrics: IngressMetrics
-
-    def samples(self, name: str) -> dict[tuple[str, ...], float]:
-        text = self.metrics.render(None).decode()
-        return {
-            tuple(v for k, v in sorted(sample.labels.items()) if k != "ingress"): sample.value
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == name
-        }
-
-
-@pytest.fixture(scope="session")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="session")
-def tokenizer(model_dir: Path) -> Tokenizer:
-    return Tokenizer.load(model_dir)
-
-
-MakeServer = Callable[..., Server]
-
-
-@pytest.fixture
-async def make_server(model_dir: Path, tokenizer: Tokenizer) -> MakeServer:
-    def make(
-        script: Callable[[Sequence[int], SamplingParams], Sequence[int]] | None = None,
-        *,
-        config: dict[str, Any] | None = None,
-        with_chat: bool = True,
-        max_model_len: int = 200,
-        **options: Any,
-    ) -> Server:
-        output = [*tokenizer.encode(TEXT, add_special_tokens=False), EOS]
-        info = ModelInfo(
-            model_id="dir",
-            max_model_len=max_model_len,
-            max_request_tokens=max_model_len,
-            vocab_size=500,
-            eos_token_ids=(EOS,),
-            fingerprint="0123456789abcdef0123",
-        )
-        fake = FakeClient(script or (lambda *_: output), model_info=info, **options)
-        settings = IngressConfig(
-            model_dir=str(model_dir), model_id=MODEL, **{"keep_alive_s": 30.0, **(config or {})}
-        )
-        metrics = IngressMetrics("ingress-1")
-        used = tokenizer
-        if not with_chat:
-            used = Tokenizer.load(model_dir)
-            used.chat_template = None
-        service = CompletionService(fake, used, settings, metrics)
-        app = create_app(service, fake, settings, metrics, echo_request_id=True)
-        return Server(used, fake, Client(app), metrics)
-
-    return make
-
-
-def chat_body(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
-
-
-def body(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": "Hello", "max_tokens": 100, **fields}
 
 
 ENDPOINTS = pytest.mark.parametrize(
@@ -364,7 +282,12 @@ async def test_special_tokens_are_shown_on_request(make_server: MakeServer) -> N
         (body(stop=["x"] * 1000), 400, "invalid_value", "stop"),
         (body(n=100, prompt=["a", "b"]), 400, "invalid_value", "prompt"),
         (body(prompt=["a"] * 129), 400, "invalid_value", "prompt"),
-        (body(logprobs=3), 400, "unsupported_parameter", "logprobs"),
+        (body(suffix="x"), 400, "unsupported_parameter", "suffix"),
+        (body(best_of=3), 400, "unsupported_parameter", "best_of"),
+        (body(logit_bias={"500": 1}), 400, "invalid_value", "logit_bias"),
+        (body(allowed_token_ids=[500]), 400, "invalid_value", "allowed_token_ids"),
+        (body(bad_words=["x" * 90]), 400, "invalid_value", "bad_words"),
+        (body(min_tokens=101), 400, "invalid_value", "min_tokens"),
         (body(colour="red"), 400, "unknown_parameter", "colour"),
         ({"model": MODEL}, 400, "missing_required_parameter", "prompt"),
     ],
@@ -663,7 +586,7 @@ async def test_probes_answer_while_the_router_is_silent(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server()
-    monkeypatch.setattr("app.http_api._STATUS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("app.system_endpoints._STATUS_TIMEOUT_S", 0.01)
 
     async def never() -> Any:
         await asyncio.Event().wait()

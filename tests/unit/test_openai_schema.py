@@ -12,6 +12,7 @@ from openai.types.completion_create_params import (
 )
 
 from app.errors import InvalidJSON, MissingParameter, UnknownParameter, UnsupportedParameter
+from app.generation_config import SamplingDefaults
 from app.openai_schema import (
     ChatRequest,
     CompletionRequest,
@@ -36,7 +37,9 @@ def chat(**fields: Any) -> ChatRequest:
 def test_defaults_are_openais() -> None:
     request = completion()
     assert (request.max_tokens, request.n, request.stream) == (16, 1, False)
-    sampling = request.sampling(max_tokens=16, seed=7, choice=0)
+    sampling = request.sampling(
+        max_tokens=16, seed=7, choice=0, defaults=SamplingDefaults(), bad_words=()
+    )
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1.0, 0, 7)
     assert chat().max_output_tokens is None
 
@@ -68,6 +71,18 @@ def test_other_prompts_are_refused(prompt: Any) -> None:
     ("field", "value"),
     [
         *[("max_tokens", value) for value in (-1, 0, 1.5, "5", True)],
+        *[("min_p", value) for value in (-0.1, 1.1, "1")],
+        *[("presence_penalty", value) for value in (-2.1, 2.1, "1")],
+        *[("frequency_penalty", value) for value in (-2.1, 2.1)],
+        *[("repetition_penalty", value) for value in (0, -1, 1e4)],
+        *[("logit_bias", value) for value in ({"a": 1}, {"1": 101}, {"1": "2"}, [1], {"-1": 1})],
+        ("logit_bias", {str(i): 1 for i in range(301)}),
+        *[("allowed_token_ids", value) for value in ([-1], "a", [1.5])],
+        *[("bad_words", value) for value in ("a", [""], [1], ["a"] * 33)],
+        *[("min_tokens", value) for value in (-1, 1.5)],
+        *[("prompt_logprobs", value) for value in (-1, 21, True)],
+        *[("truncate_prompt_tokens", value) for value in (0, -2)],
+        ("truncation_side", "middle"),
         *[("temperature", value) for value in (1e9, 2.1, -0.1, "1", True, [1])],
         *[("top_p", value) for value in (0, -0.5, 1.01)],
         *[("top_k", value) for value in (-2, 0.5)],
@@ -97,22 +112,10 @@ def test_a_value_out_of_range_names_its_parameter(field: str, value: Any) -> Non
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("logprobs", 1),
-        ("echo", True),
         ("best_of", 2),
         ("suffix", "x"),
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
-        ("logit_bias", {"1": 5}),
-        ("min_p", 0.1),
-        ("repetition_penalty", 1.1),
-        ("min_tokens", 5),
-        ("bad_words", ["x"]),
-        ("prompt_logprobs", 1),
         ("guided_json", {}),
         ("response_format", {"type": "json_object"}),
-        ("include_stop_str_in_output", True),
-        ("truncate_prompt_tokens", 10),
     ],
 )
 def test_an_unsupported_parameter_is_refused_by_name(field: str, value: Any) -> None:
@@ -127,8 +130,6 @@ def test_an_unsupported_parameter_is_refused_by_name(field: str, value: Any) -> 
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("tool_choice", "required"),
         ("functions", [{"name": "f"}]),
-        ("logprobs", True),
-        ("top_logprobs", 3),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("reasoning_effort", "high"),
         ("modalities", ["audio"]),
@@ -136,7 +137,6 @@ def test_an_unsupported_parameter_is_refused_by_name(field: str, value: Any) -> 
         ("store", True),
         ("web_search_options", {}),
         ("chat_template", "x"),
-        ("continue_final_message", True),
     ],
 )
 def test_an_unsupported_chat_parameter_is_refused_by_name(field: str, value: Any) -> None:
@@ -231,6 +231,30 @@ def test_a_received_assistant_message_may_be_passed_back() -> None:
     request = chat(messages=[CHAT["messages"][0], message])
     assert request.messages[1].text == "Hi"
     assert request.messages[1].reasoning_text == "because"
+
+
+def test_parameters_that_exclude_each_other_are_named() -> None:
+    for param, fields in (
+        ("top_logprobs", {"top_logprobs": 2}),
+        ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
+    ):
+        with pytest.raises(InvalidRequest) as info:
+            chat(**fields)
+        assert info.value.param == param
+    for parse in (completion, chat):
+        with pytest.raises(InvalidRequest, match="prompt_logprobs"):
+            parse(prompt_logprobs=1, stream=True)
+    assert completion(max_tokens=0, echo=True).max_tokens == 0
+
+
+def test_what_a_request_leaves_out_is_the_models_default() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_k=20, repetition_penalty=1.1)
+    sampling = completion(top_k=-1, bad_words=["x"]).sampling(
+        max_tokens=9, seed=0, choice=0, defaults=defaults, bad_words=((5,),)
+    )
+    assert (sampling.temperature, sampling.top_k, sampling.repetition_penalty) == (0.6, 0, 1.1)
+    assert sampling.bad_words == ((5,),)
 
 
 def test_max_completion_tokens_goes_before_max_tokens() -> None:

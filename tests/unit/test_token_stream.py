@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import struct
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -11,7 +12,7 @@ import pytest
 
 from app.token_sink import TokenQueue, TokenSink
 from replicas.errors import EngineError, Overloaded
-from replicas.frames import FrameBuffer, FrameKind, pack_frame
+from replicas.frames import PROTOCOL_VERSION, FrameBuffer, FrameKind, pack_frame
 from replicas.token_stream import TokenStream
 from replicas.wire import (
     FinishReason,
@@ -20,6 +21,7 @@ from replicas.wire import (
     SamplingParams,
     SinkAddress,
     TokenDelta,
+    TokenLogprobs,
 )
 from tests.fakes import TcpProxy
 
@@ -104,6 +106,73 @@ async def read_all(queue: TokenQueue) -> tuple[int, ...]:
             assert delta.result.num_output_tokens == len(tokens)
             assert delta.result.replica_id == "replica"
             return tuple(tokens)
+
+
+def logprobs(start: int, count: int, *, num_top: int = 1) -> TokenLogprobs:
+    """Entries that tell their index."""
+    data = b"".join(
+        struct.pack(f"<f{num_top}i{num_top}f", -i, *[i] * num_top, *[-i] * num_top)
+        for i in range(start, start + count)
+    )
+    return TokenLogprobs(start=start, num_top=num_top, data=data)
+
+
+def told_indices(parts: list[TokenLogprobs]) -> list[int]:
+    return [entry.top[0][0] for part in parts for entry in part]
+
+
+async def test_logprobs_survive_a_cut_connection_once_each(pair: Pair) -> None:
+    """Of the prompt before the first token, of the output with its tokens."""
+    queue, _ = pair.open("r")
+    pair.stream.publish(
+        [TokenDelta(request_id="r", start_index=0, token_ids=(), prompt_logprobs=logprobs(1, 9000))]
+    )
+    first = await asyncio.wait_for(queue.get(), timeout=5)
+    assert first.token_ids == ()
+    assert first.prompt_logprobs == logprobs(1, 9000)
+    pair.proxy.is_open = False
+    pair.proxy.cut()
+    await until(lambda: not queue.is_connected)
+    pair.stream.publish(
+        [
+            TokenDelta(
+                request_id="r",
+                start_index=0,
+                token_ids=(5,),
+                logprobs=logprobs(0, 1),
+                prompt_logprobs=logprobs(9001, 20),
+            )
+        ]
+    )
+    pair.proxy.is_open = True
+    second = await asyncio.wait_for(queue.get(), timeout=5)
+    of_prompt, of_output = second.prompt_logprobs, second.logprobs
+    if second.token_ids == ():  # the prompt's came in a frame of their own
+        third = await asyncio.wait_for(queue.get(), timeout=5)
+        assert third.prompt_logprobs is None
+        of_output = third.logprobs
+    assert of_prompt == logprobs(9001, 20)
+    assert of_output == logprobs(0, 1)
+    for index in range(1, 40):
+        pair.stream.publish(
+            [
+                TokenDelta(
+                    request_id="r",
+                    start_index=index,
+                    token_ids=(5,),
+                    logprobs=logprobs(index, 1),
+                )
+            ]
+        )
+        if index == 20:
+            pair.proxy.cut()
+    parts: list[TokenLogprobs] = []
+    while len(told_indices(parts)) < 39:
+        delta = await asyncio.wait_for(queue.get(), timeout=5)
+        assert delta.logprobs is not None
+        assert len(list(delta.logprobs)) == len(delta.token_ids)
+        parts.append(delta.logprobs)
+    assert told_indices(parts) == list(range(1, 40))
 
 
 async def test_tokens_arrive_in_order_and_are_then_forgotten(pair: Pair) -> None:
@@ -263,7 +332,7 @@ async def test_a_sink_without_the_key_gets_no_tokens(pair: Pair) -> None:
     received = bytearray()
 
     async def impersonate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(pack_frame(FrameKind.CHALLENGE, 1, b"n" * 32))
+        writer.write(pack_frame(FrameKind.CHALLENGE, PROTOCOL_VERSION, b"n" * 32))
         received.extend(await reader.read(4096))
         writer.write(pack_frame(FrameKind.WELCOME, b"m" * 32, {"r": 0}))
         received.extend(await reader.read(4096))

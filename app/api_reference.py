@@ -1,0 +1,241 @@
+"""What this server answers to, in one table: the OpenAPI document and docs/api.md come from it.
+
+    python -m app.api_reference > docs/api.md
+
+Pure. Invariant: a path is here if and only if the app has a route for it; a test holds both
+together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic.json_schema import models_json_schema
+
+from app.anthropic_schema import ANTHROPIC_PARAMETERS, CountTokensRequest, MessagesRequest
+from app.openai_schema import ChatRequest, CompletionRequest
+from app.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS
+from app.text_schema import DetokenizeRequest, ScoreRequest, TokenizeRequest
+from app.version import VERSION
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """One path.
+
+    Attributes:
+        path: below the application's route prefix.
+        method: HTTP's.
+        summary: what it does.
+        schema: of its body, or None.
+        is_open: answers without an API key.
+        streams: may answer with server-sent events.
+    """
+
+    path: str
+    method: str
+    summary: str
+    schema: type[BaseModel] | None = None
+    is_open: bool = False
+    streams: bool = False
+
+
+ENDPOINTS = (
+    Endpoint(
+        path="/v1/chat/completions",
+        method="POST",
+        summary="Answer a chat, in OpenAI's shape",
+        schema=ChatRequest,
+        streams=True,
+    ),
+    Endpoint(
+        path="/v1/completions",
+        method="POST",
+        summary="Continue a text, in OpenAI's shape",
+        schema=CompletionRequest,
+        streams=True,
+    ),
+    Endpoint(
+        path="/v1/messages",
+        method="POST",
+        summary="Answer a chat, in Anthropic's shape",
+        schema=MessagesRequest,
+        streams=True,
+    ),
+    Endpoint(
+        path="/v1/messages/count_tokens",
+        method="POST",
+        summary="Count a message's prompt tokens",
+        schema=CountTokensRequest,
+    ),
+    Endpoint(
+        path="/v1/score",
+        method="POST",
+        summary="Log-likelihood of given continuations of a prompt",
+        schema=ScoreRequest,
+    ),
+    Endpoint(
+        path="/v1/chat/completions/render",
+        method="POST",
+        summary="A chat's prompt and its tokens, without an answer",
+        schema=ChatRequest,
+    ),
+    Endpoint(
+        path="/tokenize",
+        method="POST",
+        summary="Tokens of a text, or of a chat's prompt (vLLM's shape)",
+        schema=TokenizeRequest,
+    ),
+    Endpoint(
+        path="/detokenize",
+        method="POST",
+        summary="Text of tokens (vLLM's shape)",
+        schema=DetokenizeRequest,
+    ),
+    Endpoint(path="/v1/models", method="GET", summary="The model that is served; its defaults"),
+    Endpoint(path="/v1/models/{model_id}", method="GET", summary="One model by its id"),
+    Endpoint(path="/version", method="GET", summary="Versions of server and model"),
+    Endpoint(path="/metrics", method="GET", summary="Prometheus metrics"),
+    Endpoint(path="/openapi.json", method="GET", summary="This interface, as OpenAPI 3.1"),
+    Endpoint(path="/health", method="GET", summary="Whether the HTTP process lives", is_open=True),
+    Endpoint(
+        path="/ready", method="GET", summary="Whether a request would be answered", is_open=True
+    ),
+)
+
+_REFERENCE = "#/components/schemas/{model}"
+
+
+def openapi() -> dict[str, Any]:
+    """Return the OpenAPI document."""
+    schemas = {endpoint.schema for endpoint in ENDPOINTS if endpoint.schema is not None}
+    ordered = sorted(schemas, key=lambda schema: schema.__name__)
+    _, definitions = models_json_schema(
+        [(schema, "validation") for schema in ordered], ref_template=_REFERENCE
+    )
+    paths: dict[str, Any] = {}
+    for endpoint in ENDPOINTS:
+        paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Systole", "version": VERSION},
+        "paths": paths,
+        "components": {
+            "schemas": definitions["$defs"],
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(endpoint: Endpoint) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {}}
+    if endpoint.path == "/metrics":
+        content = {"text/plain": {}}
+    if endpoint.streams:
+        content["text/event-stream"] = {}
+    operation: dict[str, Any] = {
+        "summary": endpoint.summary,
+        "security": [] if endpoint.is_open else [{"key": []}],
+        "responses": {
+            "200": {"description": "The answer", "content": content},
+            "default": {"description": "An error", "content": {"application/json": {}}},
+        },
+    }
+    if "{model_id}" in endpoint.path:
+        name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [name]
+    if endpoint.schema is not None:
+        reference = {"$ref": _REFERENCE.format(model=endpoint.schema.__name__)}
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": reference}},
+        }
+    return operation
+
+
+def markdown() -> str:
+    """Return docs/api.md."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    yield "# HTTP interface"
+    yield ""
+    yield "Made from the code by `python -m app.api_reference > docs/api.md`; a test checks that it"
+    yield "is current. `GET /openapi.json` tells the same to machines."
+    yield ""
+    yield "## Endpoints"
+    yield ""
+    yield "| path | method | API key | what it does |"
+    yield "|---|---|---|---|"
+    for endpoint in ENDPOINTS:
+        key = "no" if endpoint.is_open else "yes"
+        yield f"| `{endpoint.path}` | {endpoint.method} | {key} | {endpoint.summary} |"
+    yield ""
+    yield "Keys go into `Authorization: Bearer KEY`; `/v1/messages` takes them in `x-api-key` too."
+    yield ""
+    yield from _parameters("Completions", CompletionRequest, COMPLETION_PARAMETERS)
+    yield from _parameters("Chat completions", ChatRequest, CHAT_PARAMETERS)
+    yield from _parameters("Messages (Anthropic)", MessagesRequest, ANTHROPIC_PARAMETERS)
+    yield from _parameters("Score", ScoreRequest, {})
+    yield "## What differs from others"
+    yield ""
+    yield "- A parameter that would have an effect and is not supported is refused with 400 and its"
+    yield "  name; none is ignored. `best_of`, for one, must be 1."
+    yield "- `logprobs` are those of the model itself, before temperature and any other parameter."
+    yield "- `repetition_penalty` counts prompt and output, the other penalties the output only."
+    yield "- Parameters apply in this order: `allowed_token_ids`, `bad_words`, `min_tokens` and"
+    yield "  `logit_bias`, penalties, `temperature`, `min_p`, `top_k`, `top_p`."
+    yield "- A chat may fill the context; a completion has 16 tokens unless `max_tokens` says"
+    yield "  otherwise."
+    yield "- Defaults of `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` are"
+    yield "  those of the model's generation_config.json; `/v1/models` shows them."
+    yield "- A request for logprobs of its prompt computes the prompt anew: nothing of it comes"
+    yield "  from the prefix cache (of `/v1/score` the prompt does, the continuations do not)."
+    yield "- In `/v1/messages` an assistant's last turn is continued; a block's `cache_control` is"
+    yield "  a hint: every prefix is cached."
+
+
+def _parameters(
+    title: str, schema: type[BaseModel], neutral: Mapping[str, tuple[object, ...]]
+) -> Iterator[str]:
+    yield f"## {title}"
+    yield ""
+    yield "| parameter | default |"
+    yield "|---|---|"
+    for name, field in schema.model_fields.items():
+        yield f"| `{name}` | {_default(field)} |"
+    yield ""
+    if neutral:
+        yield "Known and not supported; the values behind a name change nothing and are accepted:"
+        yield ""
+        yield ", ".join(_accepted(name, values) for name, values in sorted(neutral.items())) + "."
+        yield ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value: object = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, BaseModel) or value in ((), {}, None, ""):
+        return "none"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _accepted(name: str, values: tuple[object, ...]) -> str:
+    shown = " or ".join(f"`{_json(value)}`" for value in values)
+    return f"`{name}`" + (f" ({shown})" if shown else "")
+
+
+def _json(value: object) -> str:
+    return orjson.dumps(value).decode()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(markdown())

@@ -1,0 +1,184 @@
+"""POST of completions and chat completions: whole, or as a stream of server-sent events.
+
+Owns what an answer looks like on the wire, and what happens when the client leaves; knows not how a
+completion is made. Invariant: an answer that has begun ends with its last event or with an error's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.asgi import (
+    ClientDisconnected,
+    EventStream,
+    cancel_on_disconnect,
+    log_error,
+    read_body,
+)
+from app.choice import Choice, Piece
+from app.completion_service import CompletionService, Generation
+from app.ingress_config import IngressConfig
+from app.metrics import IngressMetrics
+from app.openai_response import DONE
+from app.openai_schema import parse_json
+from replicas.errors import ServingError
+
+# Serve sets up this logger's handlers in every replica, with the request id on each line.
+logger = logging.getLogger("ray.serve")
+
+CLIENT_CLOSED_REQUEST = 499
+SSE_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+Plan = Callable[[dict[str, object]], Awaitable[Generation]]
+
+
+class CompletionEndpoint:
+    """POST of one of the completion endpoints."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        service: CompletionService,
+        config: IngressConfig,
+        metrics: IngressMetrics,
+        *,
+        done: bytes = DONE,
+        error_event: Callable[[ServingError, str], bytes] | None = None,
+    ) -> None:
+        """Answer what `plan` understands.
+
+        Args:
+            plan: turns a body into a generation.
+            service: runs it.
+            config: limits.
+            metrics: counts the requests.
+            done: ends every stream.
+            error_event: how an error of a request looks that ends one; None: OpenAI's way.
+        """
+        self._done = done
+        self._error_event = error_event
+        self._plan = plan
+        self._service = service
+        self._config = config
+        self._metrics = metrics
+
+    async def handle(self, request: Request) -> Response:
+        """Answer one request, whole or as a stream."""
+        return CountedResponse(self._answer, request, self._metrics)
+
+    async def _answer(self, request: Request, send: Send) -> int:
+        """Write the whole answer; return its status."""
+        try:
+            body = await read_body(request, max_bytes=self._config.max_body_bytes)
+            async with cancel_on_disconnect(request.receive):
+                generation = await self._plan(parse_json(body))
+                generation.traceparent = request.headers.get("traceparent")
+                if generation.params.stream:
+                    return await self._stream(generation, send, request.state.request_id)
+                outputs = await self._service.collect(generation)
+        except ClientDisconnected:
+            logger.info("%s client left before the end", request.state.request_id)
+            return CLIENT_CLOSED_REQUEST
+        response = Response(generation.body(outputs), media_type="application/json")
+        await response(request.scope, request.receive, send)
+        return 200
+
+    async def _stream(self, generation: Generation, send: Send, request_id: str) -> int:
+        events = self._event_stream(send, request_id)
+        chunks = generation.stream_format()
+        formats = generation.logprob_formats()
+        num_open = len(generation.choices)
+        has_begun = [False] * num_open
+
+        async def emit(choice: Choice, piece: Piece) -> None:
+            nonlocal num_open
+            index = choice.index
+            data = b""
+            if not has_begun[index]:
+                has_begun[index] = True
+                data = chunks.first(index, choice.prompt_token_ids)
+                if (echo := generation.echo(choice, formats[index])) is not None:
+                    data += chunks.text(index, echo[0], (), echo[1])
+            shows_tokens = generation.params.return_token_ids or piece.logprobs is not None
+            if piece.text or (piece.token_ids and shows_tokens):
+                logprobs = piece.logprobs and formats[index].render(piece.token_ids, piece.logprobs)
+                data += chunks.text(index, piece.text, piece.token_ids, logprobs)
+            if choice.finish_reason is not None:
+                data += chunks.last(index, choice.finish_reason)
+                num_open -= 1
+            if num_open == 0:
+                await events.close(data + chunks.usage(generation.usage()))
+            elif data:
+                await events.write(data)
+
+        async with events.kept_alive():
+            try:
+                await self._service.run(generation, emit)
+            except ServingError as error:
+                if not events.has_started:
+                    raise
+                log_error(request_id, error)
+                await events.fail(error)
+                return error.status
+            except Exception as error:
+                if not events.has_started:
+                    raise
+                logger.exception("%s failed in mid-stream", request_id, exc_info=error)
+                await events.fail(ServingError("internal error; the server's log has the details"))
+                return 500
+        return 200
+
+    def _event_stream(self, send: Send, request_id: str) -> EventStream:
+        keep_alive_s, error_event = self._config.keep_alive_s, self._error_event
+        if error_event is None:
+            return EventStream(send, SSE_HEADERS, keep_alive_s=keep_alive_s, done=self._done)
+        return EventStream(
+            send,
+            SSE_HEADERS,
+            keep_alive_s=keep_alive_s,
+            done=self._done,
+            error_event=lambda error: error_event(error, request_id),
+        )
+
+
+class CountedResponse(Response):
+    """Runs an answer when Starlette calls it, and counts it when it has ended."""
+
+    def __init__(
+        self,
+        answer: Callable[[Request, Send], Awaitable[int]],
+        request: Request,
+        metrics: IngressMetrics,
+    ) -> None:
+        super().__init__()
+        self._answer = answer
+        self._request = request
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, and count it however it ends."""
+        start_s = time.perf_counter()
+        status = CLIENT_CLOSED_REQUEST  # stands if the server around us cancels: the client left
+        self._metrics.in_progress.inc()
+        try:
+            status = await self._answer(self._request, send)
+        except ServingError as error:
+            status = error.status
+            raise
+        except Exception:
+            status = 500
+            raise
+        finally:
+            self._metrics.in_progress.dec()
+            duration_s = time.perf_counter() - start_s
+            self._metrics.request_ended(scope["path"], status, duration_s)

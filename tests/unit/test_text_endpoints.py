@@ -1,0 +1,75 @@
+"""Tokenize, detokenize and score over HTTP."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fake_client import fake_logprob
+from tests.http_server import MODEL, MakeServer, chat_body
+
+
+async def test_text_and_tokens_are_turned_into_each_other(make_server: MakeServer) -> None:
+    server = make_server()
+    text = "Hello world, 火星🚀"
+    answer = await server.client.post("/tokenize", {"prompt": text, "return_token_strs": True})
+    tokens = answer.json()
+    assert tokens["tokens"] == server.tokenizer.encode(text, add_special_tokens=True)
+    assert (tokens["count"], tokens["max_model_len"]) == (len(tokens["tokens"]), 200)
+    assert len(tokens["token_strs"]) == tokens["count"]
+    back = await server.client.post("/detokenize", {"model": MODEL, "tokens": tokens["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_a_chat_is_tokenized_as_it_would_be_answered(make_server: MakeServer) -> None:
+    server = make_server()
+    tokens = (await server.client.post("/tokenize", chat_body())).json()
+    await server.client.post("/v1/chat/completions", chat_body())
+    assert tuple(tokens["tokens"]) == server.fake.calls[0].prompt
+
+
+async def test_continuations_are_scored_behind_a_shared_prompt(make_server: MakeServer) -> None:
+    server = make_server()
+    request = {"model": MODEL, "prompt": [5, 6], "continuations": [[7, 8, 9], "Hello"]}
+    answer = (await server.client.post("/v1/score", request)).json()
+    first, second = answer["data"]
+    expected = [fake_logprob(i) for i in (7, 8, 9)]
+    assert (first["index"], first["num_tokens"], first["is_greedy"]) == (0, 3, True)
+    assert (first["token_logprobs"], first["logprob"]) == (expected, sum(expected))
+    assert second["token_ids"] == server.tokenizer.encode("Hello", add_special_tokens=False)
+    assert {call.sampling.prompt_logprobs_start for call in server.fake.calls} == {2}
+    assert all(call.prompt[:2] == (5, 6) for call in server.fake.calls)
+    assert answer["usage"]["prompt_tokens"] == 2 + 3 + second["num_tokens"]
+    assert not server.fake.running
+
+
+@pytest.mark.parametrize(
+    ("path", "request_body", "code", "param"),
+    [
+        ("/tokenize", {}, "missing_required_parameter", "prompt"),
+        ("/tokenize", {"prompt": 5}, "invalid_value", "prompt"),
+        ("/tokenize", {"prompt": "a", "colour": 1}, "unknown_parameter", "colour"),
+        ("/tokenize", {"prompt": "a b " * 500}, "context_length_exceeded", None),
+        ("/detokenize", {"tokens": [500]}, "invalid_value", "prompt"),
+        ("/detokenize", {"tokens": ["a"]}, "invalid_value", "tokens"),
+        ("/v1/score", {"prompt": "a", "continuations": []}, "invalid_value", "continuations"),
+        ("/v1/score", {"prompt": "", "continuations": ["a"]}, "invalid_value", "prompt"),
+        ("/v1/score", {"prompt": "a", "continuations": [[]]}, "invalid_value", "continuations"),
+        ("/v1/chat/completions/render", {"messages": []}, "invalid_value", "messages"),
+    ],
+)
+async def test_bad_bodies_are_refused(
+    make_server: MakeServer, path: str, request_body: dict, code: str, param: str | None
+) -> None:
+    answer = await make_server().client.post(path, request_body)
+    assert (answer.status, answer.error["code"], answer.error["param"]) == (400, code, param)
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/score"])
+async def test_another_model_is_not_found(make_server: MakeServer, path: str) -> None:
+    bodies = {
+        "/tokenize": {"prompt": "a"},
+        "/detokenize": {"tokens": [5]},
+        "/v1/score": {"prompt": "a", "continuations": ["b"]},
+    }
+    answer = await make_server().client.post(path, {**bodies[path], "model": "other"})
+    assert (answer.status, answer.error["code"]) == (404, "model_not_found")
