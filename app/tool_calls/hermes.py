@@ -1,4 +1,4 @@
-"""Nous Research's Hermes and Qwen 2.5 / 3: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+"""Hermes, and Qwen 2.5 and 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
 The format: https://github.com/NousResearch/Hermes-Function-Calling. The last closing marker may be
 missing where the model stopped instead.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from app.messages.json_call import read_json_call
-from app.messages.message import Call
-from app.messages.source import Source, Steps
+from app.tool_calls.json_call import read_json_call
+from app.tool_calls.message import Call
+from app.tool_calls.source import Source, Steps
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from app.messages import json_text
-from app.messages.message import Call
-from app.messages.source import Source, Steps
+from app.tool_calls import json_text
+from app.tool_calls.message import Call
+from app.tool_calls.source import Source, Steps
 
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = frozenset({"name", "type", "id", *_ARGUMENTS})
@@ -31,7 +31,10 @@ def read_json_call(
         start = source.position
         if key == "name":
             is_string = yield from json_text.read_string(source, max_chars=_MAX_NAME_CHARS)
-            if not is_string or json_text.decoded(source.text[start : source.position]) not in names:
+            if (
+                not is_string
+                or json_text.decoded(source.text[start : source.position]) not in names
+            ):
                 return False
         elif not (yield from json_text.read_value(source)):
             return False

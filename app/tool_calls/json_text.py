@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 
-from app.messages.source import Source, Steps
+from app.tool_calls.source import Source, Steps
 
 MAX_DEPTH = 64
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from app.messages.content import read_content, read_thought
-from app.messages.harmony import read_harmony
-from app.messages.message import Message, MessageDelta
-from app.messages.source import Source, Steps
-from app.messages.styles import (
+from app.tool_calls.content import read_content, read_thought
+from app.tool_calls.harmony import read_harmony
+from app.tool_calls.message import Message, MessageDelta
+from app.tool_calls.source import Source, Steps
+from app.tool_calls.styles import (
     CALL_MARKERS,
     THOUGHT_MARKERS,
     CallStyle,

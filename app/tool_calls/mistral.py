@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from app.messages import json_text
-from app.messages.json_call import read_json_call
-from app.messages.message import Call
-from app.messages.source import Source, Steps
+from app.tool_calls import json_text
+from app.tool_calls.json_call import read_json_call
+from app.tool_calls.message import Call
+from app.tool_calls.source import Source, Steps
 
 TOOL_CALLS = "[TOOL_CALLS]"
 ARGS = "[ARGS]"

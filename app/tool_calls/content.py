@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from app.messages.message import Message, ReadCalls
-from app.messages.source import Source, Steps
+from app.tool_calls.message import Message, ReadCalls
+from app.tool_calls.source import Source, Steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from app.messages.source import Steps, Source
+from app.tool_calls.source import Source, Steps
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
@@ -19,7 +20,8 @@ class Call(NamedTuple):
     arguments: str
 
 
-class ToolCall(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class ToolCall:
     """A call as a client sees it.
 
     Attributes:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from app.messages import json_text
-from app.messages.message import Call, Message
-from app.messages.source import Source, Steps
+from app.tool_calls import json_text
+from app.tool_calls.message import Call, Message
+from app.tool_calls.source import Source, Steps
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -77,7 +77,8 @@ def _read_message(
     source.discard_read()
     if (yield from source.copy_until((*_CLOSERS, *_OPENERS), write)):
         yield from source.skip_space()
-        yield from source.any_literal(_CLOSERS)
+        is_closed = (yield from source.any_literal(_CLOSERS)) is not None
+        source.position = source.position if is_closed else 0
         source.discard_read()
     message.is_reasoning = False
     return True

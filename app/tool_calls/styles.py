@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final, Literal
 
-from app.messages import deepseek, harmony, hermes, llama3, mistral
-from app.messages.content import CallMarkers, ThoughtMarkers
-from app.messages.message import mistral_id, openai_id
+from app.tool_calls import deepseek, harmony, hermes, llama3, mistral
+from app.tool_calls.content import CallMarkers, ThoughtMarkers
+from app.tool_calls.message import mistral_id, openai_id
 
 CallStyle = Literal["none", "hermes", "llama3", "mistral", "deepseek", "gpt-oss"]
 ReasoningStyle = Literal["none", "think", "mistral", "gpt-oss"]
 
 CALL_MARKERS: Final[Mapping[CallStyle, CallMarkers]] = {
     "hermes": CallMarkers(openers=(hermes.OPEN,), read=hermes.read_hermes),
-    "llama3": CallMarkers(
-        openers=(llama3.PYTHON_TAG,), read=llama3.read_llama3, is_bare=True
-    ),
+    "llama3": CallMarkers(openers=(llama3.PYTHON_TAG,), read=llama3.read_llama3, is_bare=True),
     "mistral": CallMarkers(openers=(mistral.TOOL_CALLS,), read=mistral.read_mistral),
     "deepseek": CallMarkers(
         openers=(deepseek.CALLS_BEGIN, deepseek.CALL_BEGIN),

@@ -10,9 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
-from app.messages import json_text
-from app.messages.message import Call
-from app.messages.source import Source, Steps
+from app.tool_calls import json_text
+from app.tool_calls.message import Call
+from app.tool_calls.source import Source, Steps
 
 CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 CALLS_END = "<｜tool▁calls▁end｜>"
