@@ -43,6 +43,8 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         # OpenAI's newer name for the system role is passed on only to templates that know it.
         self._knows_developer = "developer" in source
+        # gpt-oss's template has a name of its own for the reasoning.
+        self._reasoning_key = "thinking" if "message.thinking" in source else "reasoning_content"
         try:
             self._template = _environment().from_string(source)
             self._tool_template = _environment().from_string(tool_source or source)
@@ -162,8 +164,7 @@ class ChatTemplate:
                 for call in message.tool_calls
             ]
         if message.reasoning_text is not None:
-            # Most templates know the first name, gpt-oss's the second.
-            data["reasoning_content"] = data["thinking"] = message.reasoning_text
+            data[self._reasoning_key] = message.reasoning_text
         return data
 
 

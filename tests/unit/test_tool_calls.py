@@ -246,7 +246,7 @@ def test_no_text_and_no_chunking_breaks_the_guarantees(
 @settings(max_examples=60, deadline=None)
 @given(
     form=st.sampled_from(FORMATS),
-    text=st.text(alphabet=st.sampled_from("abc <[{}]>|;\"\\\n\t=:é火🚀\u2028\x00"), max_size=60),
+    text=st.text(alphabet=st.sampled_from('abc <[{}]>|;"\\\n\t=:é火🚀\u2028\x00'), max_size=60),
     cuts=st.lists(st.integers(0, 60), max_size=8),
 )
 def test_text_without_markers_passes_unchanged(
