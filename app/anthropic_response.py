@@ -24,12 +24,14 @@ class MessagesGeneration(Generation):
     @classmethod
     def of(cls, generation: Generation) -> MessagesGeneration:
         """Answer a planned chat completion so."""
-        fields = {
-            field.name: getattr(generation, field.name) for field in dataclasses.fields(generation)
-        }
-        header = generation.header
-        message_id = header.id.replace("chatcmpl-", "msg_")
-        return cls(**{**fields, "header": dataclasses.replace(header, id=message_id)})
+        message_id = generation.header.id.replace("chatcmpl-", "msg_")
+        return cls(
+            header=dataclasses.replace(generation.header, id=message_id),
+            params=generation.params,
+            choices=generation.choices,
+            arrived_s=generation.arrived_s,
+            names=generation.names,
+        )
 
     def stream_format(self) -> MessagesStream:
         """Return how the events of this response look."""

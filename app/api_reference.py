@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from pydantic import BaseModel
@@ -34,7 +34,7 @@ class Endpoint:
         method: HTTP's.
         summary: what it does.
         schema: of its body, or None.
-        is_open: answers without an API key.
+        key: what it asks for: an API key, an admin's key or (none) nothing.
         streams: may answer with server-sent events.
     """
 
@@ -42,7 +42,7 @@ class Endpoint:
     method: str
     summary: str
     schema: type[BaseModel] | None = None
-    is_open: bool = False
+    key: Literal["api", "admin", "none"] = "api"
     streams: bool = False
 
 
@@ -102,10 +102,16 @@ ENDPOINTS = (
     Endpoint(path="/v1/models/{model_id}", method="GET", summary="One model by its id"),
     Endpoint(path="/version", method="GET", summary="Versions of server and model"),
     Endpoint(path="/metrics", method="GET", summary="Prometheus metrics"),
-    Endpoint(path="/openapi.json", method="GET", summary="This interface, as OpenAPI 3.1"),
-    Endpoint(path="/health", method="GET", summary="Whether the HTTP process lives", is_open=True),
     Endpoint(
-        path="/ready", method="GET", summary="Whether a request would be answered", is_open=True
+        path="/admin/reset_prefix_cache",
+        method="POST",
+        summary="Have all replicas forget cached pages that no running request uses",
+        key="admin",
+    ),
+    Endpoint(path="/openapi.json", method="GET", summary="This interface, as OpenAPI 3.1"),
+    Endpoint(path="/health", method="GET", summary="Whether the HTTP process lives", key="none"),
+    Endpoint(
+        path="/ready", method="GET", summary="Whether a request would be answered", key="none"
     ),
 )
 
@@ -141,7 +147,7 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
         content["text/event-stream"] = {}
     operation: dict[str, Any] = {
         "summary": endpoint.summary,
-        "security": [] if endpoint.is_open else [{"key": []}],
+        "security": [] if endpoint.key == "none" else [{"key": []}],
         "responses": {
             "200": {"description": "The answer", "content": content},
             "default": {"description": "An error", "content": {"application/json": {}}},
@@ -172,13 +178,13 @@ def _lines() -> Iterator[str]:
     yield ""
     yield "## Endpoints"
     yield ""
-    yield "| path | method | API key | what it does |"
+    yield "| path | method | key | what it does |"
     yield "|---|---|---|---|"
     for endpoint in ENDPOINTS:
-        key = "no" if endpoint.is_open else "yes"
-        yield f"| `{endpoint.path}` | {endpoint.method} | {key} | {endpoint.summary} |"
+        yield f"| `{endpoint.path}` | {endpoint.method} | {endpoint.key} | {endpoint.summary} |"
     yield ""
     yield "Keys go into `Authorization: Bearer KEY`; `/v1/messages` takes them in `x-api-key` too."
+    yield "Admin keys are those of `ingress.admin_keys_file`; without any, `/admin` is closed."
     yield ""
     yield from _parameters("Completions", CompletionRequest, COMPLETION_PARAMETERS)
     yield from _parameters("Chat completions", ChatRequest, CHAT_PARAMETERS)

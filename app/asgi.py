@@ -242,11 +242,17 @@ class RequestIdMiddleware:
 
 
 class AuthMiddleware:
-    """Asks for an API key on every path but the probes'."""
+    """Asks for an API key on every path but the probes', and for an admin's key on /admin.
 
-    def __init__(self, app: ASGIApp, *, key_hashes: frozenset[str]) -> None:
+    Neither key stands for the other. Without admin keys /admin is closed to everybody.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, key_hashes: frozenset[str], admin_key_hashes: frozenset[str]
+    ) -> None:
         self._app = app
         self._key_hashes = key_hashes
+        self._admin_key_hashes = admin_key_hashes or frozenset({""})  # no digest is empty
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 401."""
@@ -257,7 +263,8 @@ class AuthMiddleware:
             if is_anthropic and authorization is None and b"x-api-key" in headers:
                 authorization = b"Bearer " + headers[b"x-api-key"]
             try:
-                check_key(authorization, self._key_hashes)
+                is_admin = _path(scope).startswith("/admin/")
+                check_key(authorization, self._admin_key_hashes if is_admin else self._key_hashes)
             except AuthenticationError as error:
                 await error_response(error, scope)(scope, receive, send)
                 return

@@ -225,6 +225,18 @@ class LLMClient:
         assert isinstance(status, ServiceStatus)
         return status
 
+    async def drop_prefix_cache(self) -> int:
+        """Have every replica forget cached pages that are not in use; return how many did.
+
+        Raises:
+            ServingError: the router cannot be reached.
+        """
+        response = contextvars.Context().run(self._method("drop_prefix_cache").remote)
+        try:
+            return cast(int, await cast("DeploymentResponse[Any]", response))
+        except Exception as error:
+            raise _serving_error(error) from error
+
     async def close(self) -> None:
         """Stop receiving; requests that are running are aborted and end with an EngineError."""
         sink, self._sink = self._sink, None

@@ -82,6 +82,10 @@ class TokenClient(Protocol):
         """Ask the router."""
         ...
 
+    async def drop_prefix_cache(self) -> int:
+        """Have every replica forget cached pages; return how many did."""
+        ...
+
     async def close(self) -> None:
         """Release the sink and all connections."""
         ...
@@ -479,15 +483,14 @@ class CompletionService:
                 )
             return token_ids
         max_tokens = info.max_request_tokens - 1
-        prompt = _truncated(prompt, request, max_tokens)
-        if len(prompt) > max_tokens:
+        kept = _truncated(prompt, request, max_tokens)
+        if len(kept) > max_tokens:
             raise ContextLengthExceeded(
-                f"the prompt has {len(prompt)} tokens; at most {max_tokens} leave room for an "
-                "answer",
+                f"the prompt has {len(kept)} tokens; at most {max_tokens} leave room for an answer",
                 param="prompt",
             )
-        _check_token_id(max(prompt), info, param="prompt")
-        return prompt
+        _check_token_id(max(kept), info, param="prompt")
+        return kept
 
     async def _encode_text(
         self, text: str, request: GenerationParams, info: ModelInfo, *, add_special_tokens: bool

@@ -72,6 +72,7 @@ def create_app(
             Route("/detokenize", text.detokenize, methods=["POST"]),
             Route("/v1/models", system.list_models),
             Route("/v1/models/{model_id:path}", system.get_model),
+            Route("/admin/reset_prefix_cache", system.reset_prefix_cache, methods=["POST"]),
             Route("/openapi.json", system.openapi),
             Route("/health", system.health),
             Route("/ready", system.ready),
@@ -80,7 +81,11 @@ def create_app(
         ],
         middleware=[
             Middleware(RequestIdMiddleware, echo=echo_request_id),
-            Middleware(AuthMiddleware, key_hashes=config.key_hashes),
+            Middleware(
+                AuthMiddleware,
+                key_hashes=config.key_hashes,
+                admin_key_hashes=config.admin_key_hashes,
+            ),
         ],
         exception_handlers={
             ServingError: _on_serving_error,

@@ -15,6 +15,7 @@ class IngressConfig:
         model_dir: model directory; its tokenizer and chat template are read.
         model_id: the name that clients send as `model`.
         key_hashes: sha256 digests of the accepted API keys; empty: no key is asked for.
+        admin_key_hashes: digests of the keys for /admin; empty: there is no /admin.
         max_body_bytes: request bodies over this are refused before they are read.
         max_choices: prompts x n of one request.
         keep_alive_s: silence in a stream after which a comment is sent; also how long the status
@@ -27,6 +28,7 @@ class IngressConfig:
     model_dir: str
     model_id: str
     key_hashes: frozenset[str] = field(default=frozenset(), repr=False)
+    admin_key_hashes: frozenset[str] = field(default=frozenset(), repr=False)
     max_body_bytes: int = 8 << 20
     max_choices: int = 128
     keep_alive_s: float = 5.0

@@ -85,6 +85,7 @@ class _Ingress(_Section):
     num_replicas: int = Field(default=1, ge=1)
     api_keys_file: Path | None = None
     api_key_hashes: list[str] = Field(default_factory=list)
+    admin_keys_file: Path | None = None
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
     max_choices: int = Field(default=128, ge=1)
     keep_alive_s: float = Field(default=5.0, gt=0)
@@ -129,6 +130,7 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
         raise ConfigError(_describe(error)) from None
     ingress = parsed.ingress
     keys_file = None if ingress.api_keys_file is None else root / ingress.api_keys_file
+    admin_file = None if ingress.admin_keys_file is None else root / ingress.admin_keys_file
     return Settings(
         engine=parsed.engine,
         replicas=ReplicaOptions(**parsed.replicas.model_dump()),
@@ -137,6 +139,7 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
             model_dir=str(model_dir),
             model_id=parsed.served_model_name or model_dir.name,
             key_hashes=load_key_hashes(ingress.api_key_hashes, keys_file),
+            admin_key_hashes=load_key_hashes((), admin_file),
             max_body_bytes=ingress.max_body_bytes,
             max_choices=ingress.max_choices,
             keep_alive_s=ingress.keep_alive_s,

@@ -82,6 +82,10 @@ class SystemEndpoints:
         }
         return json_response(body)
 
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """Have all replicas forget what they have cached and do not use."""
+        return json_response({"num_replicas": await self._client.drop_prefix_cache()})
+
     async def openapi(self, _: Request) -> Response:
         """Describe this interface to machines."""
         return json_response(openapi())

@@ -68,6 +68,10 @@ class RunningEngine(Protocol):
         """End a request soon; thread-safe, idempotent."""
         ...
 
+    def drop_prefix_cache(self) -> None:
+        """Forget cached pages that are not in use; thread-safe."""
+        ...
+
     def load(self) -> ReplicaLoad:
         """Return the load now."""
         ...
@@ -173,6 +177,12 @@ class EngineDeployment:
         """Push load to a router's event sink until it stops renewing; return the replica's id."""
         if self._events is not None:
             self._events.subscribe(address)
+        return self._replica_id
+
+    async def drop_prefix_cache(self) -> str:
+        """Forget cached pages that are not in use; return the replica's id."""
+        if self._engine is not None:
+            self._engine.drop_prefix_cache()
         return self._replica_id
 
     async def check_health(self) -> None:

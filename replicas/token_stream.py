@@ -76,7 +76,8 @@ class _Record:
     def pack_from(self, index: int, prompt_logprobs: TokenLogprobs | None = None) -> list[object]:
         """Encode everything from output `index` on, and new logprobs of the prompt."""
         result = None if self.result is None else pack_result(self.result)
-        packed = [self.request_id, index, self.tokens[index - self.offset :], result]
+        tokens = self.tokens[index - self.offset :]
+        packed: list[object] = [self.request_id, index, tokens, result]
         logprobs = self.logprobs.since(index) if self.logprobs else None
         if logprobs is not None or prompt_logprobs is not None:
             packed += [pack_logprobs(logprobs), pack_logprobs(prompt_logprobs)]

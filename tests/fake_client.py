@@ -88,6 +88,7 @@ class FakeClient:
         self.error_after = error_after
         self.num_cached_tokens = num_cached_tokens
         self.calls: list[Call] = []
+        self.num_cache_drops = 0
         self.running: set[str] = set()
         self._started = asyncio.Condition()
         self.given_up: list[str] = []
@@ -100,6 +101,10 @@ class FakeClient:
 
     async def status(self) -> ServiceStatus:
         return self.state
+
+    async def drop_prefix_cache(self) -> int:
+        self.num_cache_drops += 1
+        return len(self.state.replicas)
 
     async def wait_running(self, num_requests: int) -> None:
         """Wait until that many requests run."""

@@ -111,6 +111,9 @@ class FakeEngineLoop:
             self._aborted.add(request_id)
             self._lock.notify()
 
+    def drop_prefix_cache(self) -> None:
+        pass
+
     def load(self) -> ReplicaLoad:
         with self._lock:
             return self._load()

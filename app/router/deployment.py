@@ -137,6 +137,14 @@ class RouterDeployment:
             startup=startup,
         )
 
+    async def drop_prefix_cache(self) -> int:
+        """Have every replica forget cached pages that are not in use; return how many did."""
+        dropping = self._engine.broadcast("drop_prefix_cache")  # pyright: ignore[reportUnknownMemberType]
+        answers: list[Any] = await dropping.results_async(
+            timeout_s=SUBSCRIBE_TIMEOUT_S, return_exceptions=True
+        )
+        return sum(isinstance(answer, str) for answer in answers)
+
     async def check_health(self) -> None:
         """Raise when a background task has died; the router does not work without them."""
         await asyncio.shield(self._started)

@@ -159,6 +159,10 @@ class Engine[StepT]:
             self.scheduler.finish(sequence)
             self._ended.append(sequence)
 
+    def drop_prefix_cache(self) -> None:
+        """Forget the cached pages that no running sequence uses."""
+        self.scheduler.allocator.drop_cache()
+
     def step(self) -> StepEvents:
         """Launch the next step, then take in the one before it.
 

@@ -26,6 +26,7 @@ _IDLE_BEAT_S = 1.0
 _SWITCH_INTERVAL_S = 2e-4
 
 _STOP = object()
+_DROP_PREFIX_CACHE = object()
 
 
 class EngineLoop:
@@ -92,6 +93,10 @@ class EngineLoop:
         """End a request at the next step; thread-safe, unknown ids are ignored."""
         self._inbox.put(request_id)
 
+    def drop_prefix_cache(self) -> None:
+        """Forget cached pages that are not in use, before the next step; thread-safe."""
+        self._inbox.put(_DROP_PREFIX_CACHE)
+
     def load(self) -> ReplicaLoad:
         """Load after the last step."""
         return self._load
@@ -147,3 +152,5 @@ class EngineLoop:
             self._engine.abort(item)
         elif isinstance(item, GenerateRequest):
             self._engine.add(item)
+        elif item is _DROP_PREFIX_CACHE:
+            self._engine.drop_prefix_cache()

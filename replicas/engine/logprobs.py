@@ -16,7 +16,7 @@ import numpy.typing as npt
 from jax import lax
 
 from replicas.engine.row_groups import GROUP_ROWS, for_each_group
-from replicas.engine.sampler import top_candidates
+from replicas.engine.sampler import sum_blocks, top_candidates
 from replicas.models.layers import row_sum
 from replicas.wire import MAX_LOGPROBS, TokenLogprobs
 
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 _PROMPT_GROUP_ROWS = 64
 """Prompt rows whose logits are computed together: the head's weights are read once for them."""
+
+_MIN_BLOCK_SUM_ELEMENTS = 4096
+"""From so many elements on XLA's CPU reductions keep one order, see `row_sum`."""
 
 
 def logprob_words(vocab_size: int) -> int:
@@ -70,7 +73,12 @@ def compute_logprobs(
         return table.at[places].set(entries, mode="drop")
 
     def compute() -> Array:
-        filled = for_each_group(is_target, visit_prompt, table, group_rows=group_rows)
+        # In a branch of its own: XLA moves what the head does to its weights out of the loop.
+        filled = lax.cond(
+            jnp.any(is_target),
+            lambda: for_each_group(is_target, visit_prompt, table, group_rows=group_rows),
+            lambda: table,
+        )
         return for_each_group(is_wanted, visit_outputs, filled)
 
     return lax.cond(jnp.any(is_target) | jnp.any(is_wanted), compute, lambda: table)
@@ -82,11 +90,23 @@ def _entries(logits: Float32[Array, "G V"], token_ids: Int32[Array, " G"]) -> In
     values, ids = top_candidates(logits)
     largest = values[:, :1]
     # The sum is at least 1: it holds the largest itself.
-    log_sum = jnp.log(row_sum(jnp.exp(logits - largest)))[:, None]
+    log_sum = jnp.log(_sum_vocabulary(jnp.exp(logits - largest)))[:, None]
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1) - largest - log_sum
     top = values[:, :num_top] - largest - log_sum
     words = [lax.bitcast_convert_type(x, jnp.int32) for x in (chosen, top)]
     return jnp.concatenate([words[0], ids[:, :num_top], words[1]], axis=1)
+
+
+def _sum_vocabulary(weights: Float32[Array, "G V"]) -> Float32[Array, " G"]:
+    """Sum each row in an order that does not depend on the number of rows.
+
+    A dot with ones keeps its order, but takes 0.30 ms for 8 rows of 49,152 on XLA's CPU. Blocks
+    summed first take 0.08 ms, where there are elements enough for one order of sums at any number
+    of rows.
+    """
+    if weights.shape[1] < _MIN_BLOCK_SUM_ELEMENTS:
+        return row_sum(weights)
+    return row_sum(sum_blocks(weights))
 
 
 def pack_logprobs(table: npt.NDArray[np.int32], *, start: int, num_top: int) -> TokenLogprobs:

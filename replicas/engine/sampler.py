@@ -173,7 +173,7 @@ def _draw_from_vocabulary(
         lambda: weights,
     )
     num_kept = jnp.where(has_top_k & ~has_top_p, arrays.top_k, vocab_size)
-    block_sums = _sum_blocks(weights)
+    block_sums = sum_blocks(weights)
     mass_kept = jnp.where(has_top_p, arrays.top_p * jnp.sum(block_sums, axis=1), jnp.inf)
 
     def draw(block_sums: Array, floor: Array, uniforms: Array) -> Array:
@@ -190,7 +190,7 @@ def _draw_from_vocabulary(
         attempt, tokens, block_sums, floor, is_open = state
         values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
         is_above = logits > values
-        sums_above = _sum_blocks(jnp.where(is_above, weights, 0.0))
+        sums_above = sum_blocks(jnp.where(is_above, weights, 0.0))
         is_cut = jnp.sum(sums_above, axis=1) >= mass_kept
         is_cut |= lax.cond(
             jnp.any(num_kept < vocab_size),
@@ -220,7 +220,7 @@ def _keep_top_k(
     return jnp.where(order >= smallest[:, None], weights, 0.0)
 
 
-def _sum_blocks(weights: Float32[Array, "G V"]) -> Float32[Array, "G B"]:
+def sum_blocks(weights: Float32[Array, "G V"]) -> Float32[Array, "G B"]:
     """Sum blocks of `_CDF_BLOCK` tokens: the outer level of the inverse CDF."""
     padded = jnp.pad(weights, ((0, 0), (0, -weights.shape[1] % _CDF_BLOCK)))
     return jnp.sum(padded.reshape(weights.shape[0], -1, _CDF_BLOCK), axis=2)

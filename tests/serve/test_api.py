@@ -145,6 +145,52 @@ async def test_a_completion_whole_and_streamed(client: AsyncOpenAI) -> None:
     assert chunks[-1].usage.completion_tokens == 12
 
 
+async def test_logprobs_and_penalties_come_through_the_whole_service(client: AsyncOpenAI) -> None:
+    whole = await client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=4, logprobs=2, frequency_penalty=0.5
+    )
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs is not None
+    assert len(logprobs.token_logprobs) == 4
+    assert all(-9 < value < 0 for value in logprobs.token_logprobs)
+    chat = await client.chat.completions.create(
+        **GREEDY,
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=4,
+        logprobs=True,
+        top_logprobs=3,
+        stream=True,
+    )
+    entries = [
+        entry
+        async for chunk in chat
+        for choice in chunk.choices
+        if choice.logprobs is not None
+        for entry in choice.logprobs.content or ()
+    ]
+    assert len(entries) == 4
+    assert all(entry.token == entry.top_logprobs[0].token for entry in entries)
+
+
+async def test_scores_and_messages_of_the_whole_service(service: Service) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    score = {"prompt": PROMPT, "continuations": [" Paris", " cheese"]}
+    message = {
+        "model": MODEL,
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": "Hi"}],
+    }
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(f"{service.url}/v1/score", json=score) as response:
+            likely, unlikely = (await response.json())["data"]
+        async with session.post(f"{service.url}/v1/messages", json=message) as response:
+            answer = await response.json()
+    assert likely["logprob"] > unlikely["logprob"] + 3
+    assert answer["usage"]["output_tokens"] <= 5
+    assert answer["content"][0]["text"]
+
+
 async def test_a_chat_whole_and_streamed(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
     messages: Any = [
         {"role": "system", "content": "Answer in one word."},

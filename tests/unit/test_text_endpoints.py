@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from app.auth import hash_key
 from tests.fake_client import fake_logprob
 from tests.http_server import MODEL, MakeServer, chat_body
 
@@ -73,3 +74,18 @@ async def test_another_model_is_not_found(make_server: MakeServer, path: str) ->
     }
     answer = await make_server().client.post(path, {**bodies[path], "model": "other"})
     assert (answer.status, answer.error["code"]) == (404, "model_not_found")
+
+
+async def test_admins_have_keys_of_their_own(make_server: MakeServer) -> None:
+    path = "/admin/reset_prefix_cache"
+    keys = {"key_hashes": frozenset({hash_key(b"user")})}
+    closed = make_server(config=keys)
+    server = make_server(config={**keys, "admin_key_hashes": frozenset({hash_key(b"admin")})})
+    for client, key in ((closed.client, "user"), (closed.client, ""), (server.client, "user")):
+        answer = await client.post(path, {}, {"authorization": f"Bearer {key}"})
+        assert answer.status == 401
+    assert (await make_server().client.post(path, {})).status == 401, "closed without keys too"
+    answer = await server.client.post(path, {}, {"authorization": "Bearer admin"})
+    assert (answer.json(), server.fake.num_cache_drops) == ({"num_replicas": 1}, 1)
+    refused = await server.client.get("/v1/models", {"authorization": "Bearer admin"})
+    assert refused.status == 401
