@@ -126,7 +126,7 @@ _TOOL_NOTES = (
     "- `parallel_tool_calls: false` ends the answer with its first call.",
     "- Reasoning comes in `reasoning_content`, in messages and in deltas, and is counted in",
     "  `usage.completion_tokens_details`; `include_reasoning: false` leaves it out. Messages may",
-    "  pass it back as `reasoning_content` or `reasoning`. Whitespace next to a marker goes with it.",
+    "  pass it back as `reasoning_content` or `reasoning`. Whitespace by a marker goes with it.",
 )
 
 _REFERENCE = "#/components/schemas/{model}"
