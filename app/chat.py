@@ -113,7 +113,10 @@ class ChatTemplate:
         try:
             return self._fill_in(
                 chat,
-                [tool.as_template_data() for tool in tools],
+                [
+                    tool.as_template_data(needs_description=self.tool_support.needs_description)
+                    for tool in tools
+                ],
                 add_generation_prompt=add_generation_prompt,
                 variables=variables,
             )

@@ -21,13 +21,9 @@ Render = Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str]
 _FUNCTION = "probe_function"
 _ARGUMENT = "probe_argument"
 _ANSWER = "probe_answer"
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": _FUNCTION,
-        "description": "Probe.",
-        "parameters": {"type": "object", "properties": {_ARGUMENT: {"type": "string"}}},
-    },
+_FUNCTION_DEFINITION: dict[str, Any] = {
+    "name": _FUNCTION,
+    "parameters": {"type": "object", "properties": {_ARGUMENT: {"type": "string"}}},
 }
 _USER = {"role": "user", "content": "Probe."}
 # Nine characters: Mistral's templates refuse other ids.
@@ -40,12 +36,14 @@ class ToolSupport:
 
     Attributes:
         takes_tools: their definitions come into the prompt.
+        needs_description: of each function, if only an empty one.
         takes_calls: earlier calls and their results do.
         arguments_as_text: it wants a call's arguments as text, not as an object.
         empty_content: what it wants as the content of a message that only calls.
     """
 
     takes_tools: bool = False
+    needs_description: bool = False
     takes_calls: bool = False
     arguments_as_text: bool = False
     empty_content: str | None = None
@@ -53,20 +51,27 @@ class ToolSupport:
 
 def probe_tools(render: Render) -> ToolSupport:
     """Return what a template makes of tools, by rendering small chats."""
-    try:
-        takes_tools = _FUNCTION in render([_USER], [_TOOL])
-    except TEMPLATE_ERRORS:
-        takes_tools = False
+    takes_bare = _takes_tool(render, _FUNCTION_DEFINITION)
+    takes_tools = takes_bare or _takes_tool(render, {**_FUNCTION_DEFINITION, "description": ""})
+    needs_description = takes_tools and not takes_bare
     for arguments_as_text in (False, True):
         for empty_content in (None, ""):
             if _takes_call(render, arguments_as_text, empty_content):
                 return ToolSupport(
                     takes_tools=takes_tools,
+                    needs_description=needs_description,
                     takes_calls=True,
                     arguments_as_text=arguments_as_text,
                     empty_content=empty_content,
                 )
-    return ToolSupport(takes_tools=takes_tools)
+    return ToolSupport(takes_tools=takes_tools, needs_description=needs_description)
+
+
+def _takes_tool(render: Render, function: dict[str, Any]) -> bool:
+    try:
+        return _FUNCTION in render([_USER], [{"type": "function", "function": function}])
+    except TEMPLATE_ERRORS:
+        return False
 
 
 def _takes_call(render: Render, arguments_as_text: bool, empty_content: str | None) -> bool:

@@ -62,12 +62,12 @@ class Tool(_Schema):
     type: Literal["function"]
     function: FunctionDefinition
 
-    def as_template_data(self) -> dict[str, Any]:
-        """Return what chat templates expect."""
+    def as_template_data(self, *, needs_description: bool) -> dict[str, Any]:
+        """Return what chat templates expect; some fail without a description."""
         function = self.function
         data: dict[str, Any] = {"name": function.name}
-        if function.description is not None:
-            data["description"] = function.description
+        if function.description is not None or needs_description:
+            data["description"] = function.description or ""
         data["parameters"] = function.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": data}
 

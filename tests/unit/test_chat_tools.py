@@ -60,7 +60,7 @@ DEEPSEEK = (
     "{% else %}{{ m.role + m.content }}{% endif %}{% endfor %}"
 )
 GPT_OSS = (
-    "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}"
+    "{% for t in tools or [] %}{{ t.function.name + ': ' + t.function.description }}{% endfor %}"
     "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>"
     "{% endfor %}<|start|>assistant"
 )
@@ -361,6 +361,10 @@ def test_templates_get_what_they_want() -> None:
     assert "\n```json\n" + ARGUMENTS + "\n```" in ChatTemplate(DEEPSEEK, {}).render(messages)
     shown = ChatTemplate(QWEN, {})
     assert '"arguments": {"city": "Zürich 🚀"}}' in shown.render(messages)
+    # A description that a template cannot do without.
+    assert "get_weather: The weatherf: <|start|>" in ChatTemplate(GPT_OSS, {}).render(
+        messages[:1], tools=tools
+    )
     # A template of its own for chats with tools.
     two = ChatTemplate(CHAT_TEMPLATE, {}, tool_source=QWEN)
     assert two.render(messages[:1], tools=tools) == shown.render(messages[:1], tools=tools)
