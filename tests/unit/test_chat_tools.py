@@ -326,6 +326,18 @@ async def test_tools_are_refused_where_they_could_not_work(
     assert (answer.status, answer.error["param"]) == (400, "tools")
 
 
+async def test_anthropics_messages_have_content_without_reasoning(
+    make_server: Callable[..., Server],
+) -> None:
+    server = make_server(QWEN, "<think>hm</think>Yes.")
+    body = {"model": "tiny", "max_tokens": 100, "messages": PAST[:1]}
+    answer = (await server.client.post("/v1/messages", body)).json()
+    assert [block["text"] for block in answer["content"]] == ["Yes."]
+    streamed = (await server.client.post("/v1/messages", {**body, "stream": True})).body.decode()
+    assert "Yes" in streamed
+    assert "hm" not in streamed
+
+
 async def test_styles_can_be_set(make_server: Callable[..., Server]) -> None:
     server = make_server(QWEN, f"<think>a</think>{call_text()}", reasoning_style="none")
     assert seen(await server.whole())[1:3] == ("<think>a</think>", None)
