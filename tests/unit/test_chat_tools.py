@@ -329,12 +329,12 @@ async def test_tools_are_refused_where_they_could_not_work(
 async def test_anthropics_messages_have_content_without_reasoning(
     make_server: Callable[..., Server],
 ) -> None:
-    server = make_server(QWEN, "<think>hm</think>Yes.")
+    server = make_server(QWEN, "<think>hm</think>Yes.", tokens_per_delta=1000)
     body = {"model": "tiny", "max_tokens": 100, "messages": PAST[:1]}
     answer = (await server.client.post("/v1/messages", body)).json()
     assert [block["text"] for block in answer["content"]] == ["Yes."]
     streamed = (await server.client.post("/v1/messages", {**body, "stream": True})).body.decode()
-    assert "Yes" in streamed
+    assert '"text":"Yes."' in streamed
     assert "hm" not in streamed
 
 
