@@ -55,7 +55,6 @@ class Message:
     Attributes:
         is_reasoning: the text that arrives now is reasoning.
         num_calls: calls so far.
-        is_full: a further call is not wanted.
     """
 
     def __init__(

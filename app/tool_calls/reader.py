@@ -29,7 +29,7 @@ from app.tool_calls.styles import (
 
 @dataclass(frozen=True, slots=True)
 class MessageFormat:
-    """How one model writes its messages."""
+    """How one model writes its messages. gpt-oss's two styles are one format: either reads both."""
 
     calls: CallStyle = "none"
     reasoning: ReasoningStyle = "none"
@@ -38,10 +38,7 @@ class MessageFormat:
     def resolve(
         cls, template: str, *, calls: CallStyle | None, reasoning: ReasoningStyle | None
     ) -> MessageFormat:
-        """Fill in what is None from a chat template.
-
-        gpt-oss's styles are one format: either of them stands for both.
-        """
+        """Fill in what is None from a chat template."""
         calls = detect_call_style(template) if calls is None else calls
         reasoning = detect_reasoning_style(template) if reasoning is None else reasoning
         return cls(calls, reasoning)
@@ -81,17 +78,18 @@ class MessageFormat:
             max_calls: the message ends with that many; None: there is no limit.
             shows_reasoning: False drops it.
         """
-        if self.reasoning == "none" and not (functions and self.calls != "none"):
+        is_harmony = "gpt-oss" in (self.calls, self.reasoning)
+        has_calls = bool(functions) and self.calls != "none"
+        if not (is_harmony or has_calls or self.reasoning != "none"):
             return None
+        source, names = Source(), frozenset(functions if has_calls else ())
         message = Message(
             id_maker(self.calls), max_calls=max_calls, shows_reasoning=shows_reasoning
         )
-        source = Source()
-        steps = _read_marked(
-            self, source, message, frozenset(functions), is_inside_thought=is_inside_thought
-        )
-        if "gpt-oss" in (self.calls, self.reasoning):
-            steps = read_harmony(source, message, frozenset(functions))
+        if is_harmony:
+            steps = read_harmony(source, message, names)
+        else:
+            steps = _read_marked(self, source, message, names, is_inside_thought=is_inside_thought)
         return MessageReader(source, message, steps)
 
 

@@ -235,6 +235,7 @@ async def test_without_parallel_calls_the_first_ends_the_answer(
             assert (seen(completion)[0], seen(completion)[3]) == first
             assert completion.usage is not None
             counts.add(completion.usage.completion_tokens)
+        assert len(server.fake.given_up) == (0 if tokens_per_delta == 1000 else 2)
     assert len(counts) == 1
     assert counts.pop() < len(server.output) - 5
 
