@@ -15,6 +15,7 @@ from app.anthropic_errors import event
 from app.anthropic_schema import MessagesRequest, parse_messages
 from app.completion_service import CompletionService, Generation
 from app.openai_response import ChoiceOutput, Usage
+from app.tool_calls.message import MessageDelta
 
 
 class MessagesGeneration(Generation):
@@ -101,6 +102,17 @@ class MessagesStream:
         del token_ids, logprobs
         delta = {"type": "text_delta", "text": text}
         return event("content_block_delta", index=index, delta=delta)
+
+    def message(
+        self,
+        index: int,
+        delta: MessageDelta,
+        token_ids: Sequence[int],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        """New text; thinking is not asked for here, nor are tools."""
+        assert not delta.tool_calls
+        return self.text(index, delta.content, token_ids, logprobs) if delta.content else b""
 
     def last(self, index: int, finish_reason: str) -> bytes:
         """The block's end; the message's own comes with the usage."""

@@ -20,23 +20,37 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from app.openai_schema import ChatMessage
+from app.template_probe import TEMPLATE_ERRORS, probe_tools
+from app.tool_calls.schema import Tool
 from replicas.errors import InvalidRequest
 
 
 class ChatTemplate:
     """A compiled chat template.
 
+    Attributes:
+        source: its text; with that of the template for tools, where the model has two.
+        tool_support: what it makes of tools.
+
     Raises ValueError (from the constructor) where the template's source is malformed.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], *, tool_source: str | None = None
+    ) -> None:
+        """Compile a template, and the one that the model has for chats with tools, or None."""
+        self.source = source + (tool_source or "")
         self._special_tokens = dict(special_tokens)
         # OpenAI's newer name for the system role is passed on only to templates that know it.
         self._knows_developer = "developer" in source
+        # gpt-oss's template has a name of its own for the reasoning.
+        self._reasoning_key = "thinking" if "message.thinking" in source else "reasoning_content"
         try:
             self._template = _environment().from_string(source)
+            self._tool_template = _environment().from_string(tool_source or source)
         except jinja2.TemplateError as error:
             raise ValueError(str(error)) from error
+        self.tool_support = probe_tools(self._fill_in)
 
     def render(
         self,
@@ -45,6 +59,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Tool] = (),
     ) -> str:
         """Render the prompt of a chat, ending where the assistant's answer begins.
 
@@ -53,15 +68,17 @@ class ChatTemplate:
             add_generation_prompt: whether the answer's own beginning is part of the prompt.
             continue_final_message: end inside the last message instead, behind its text.
             variables: further names that the template sees.
+            tools: functions that the model may call.
 
         Raises:
-            InvalidRequest: the template refuses the chat, e.g. two user messages in a row, or
-                changes the text that is to be continued.
+            InvalidRequest: the template refuses the chat, e.g. two user messages in a row, takes
+                no tools, or changes the text that is to be continued.
         """
         prompt = self._render(
             messages,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
             variables=variables or {},
+            tools=tools,
         )
         if not continue_final_message:
             return prompt
@@ -81,33 +98,76 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         variables: Mapping[str, Any],
+        tools: Sequence[Tool],
     ) -> str:
-        chat = [self._as_template_data(message) for message in messages]
-        try:
-            return self._template.render(
-                {
-                    **variables,
-                    **self._special_tokens,
-                    "messages": chat,
-                    "tools": None,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                }
+        if tools and not self.tool_support.takes_tools:
+            raise InvalidRequest("the model's chat template takes no tools", param="tools")
+        has_calls = any(message.tool_calls or message.role == "tool" for message in messages)
+        if has_calls and not self.tool_support.takes_calls:
+            raise InvalidRequest(
+                "the model's chat template takes no tool calls and no messages of tools",
+                param="messages",
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        functions = {call.id: call.function.name for m in messages for call in m.tool_calls}
+        chat = [self._as_template_data(message, functions) for message in messages]
+        try:
+            return self._fill_in(
+                chat,
+                [
+                    tool.as_template_data(needs_description=self.tool_support.needs_description)
+                    for tool in tools
+                ],
+                add_generation_prompt=add_generation_prompt,
+                variables=variables,
+            )
+        except TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
-    def _as_template_data(self, message: ChatMessage) -> dict[str, Any]:
+    def _fill_in(
+        self,
+        chat: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        template = self._tool_template if tools else self._template
+        return template.render(
+            {
+                **(variables or {}),
+                **self._special_tokens,
+                "messages": chat,
+                "tools": tools or None,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
+
+    def _as_template_data(
+        self, message: ChatMessage, functions: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Return a message as templates expect it; `functions` names those of calls by id."""
         role = message.role
         if role == "developer" and not self._knows_developer:
             role = "system"
         data: dict[str, Any] = {"role": role, "content": message.text}
-        if message.name is not None:
-            data["name"] = message.name
+        name = message.name
+        if message.role == "tool":
+            data["tool_call_id"] = message.tool_call_id
+            name = name or functions.get(message.tool_call_id or "")
+        if name is not None:
+            data["name"] = name
+        if message.tool_calls:
+            support = self.tool_support
+            data["content"] = message.text or support.empty_content
+            data["tool_calls"] = [
+                call.as_template_data(arguments_as_text=support.arguments_as_text)
+                for call in message.tool_calls
+            ]
         if message.reasoning_text is not None:
-            data["reasoning_content"] = message.reasoning_text
+            data[self._reasoning_key] = message.reasoning_text
         return data
 
 

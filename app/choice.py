@@ -11,23 +11,33 @@ from typing import NamedTuple
 
 from app.detokenizer import Detokenizer
 from app.stop_strings import StopStringMatcher
+from app.tool_calls.message import MessageDelta
+from app.tool_calls.reader import MessageReader
 from replicas.errors import EngineError
 from replicas.frames import LogprobBuffer
-from replicas.wire import FinishReason, SamplingParams, TokenDelta, TokenLogprobs
+from replicas.wire import (
+    FinishReason,
+    GenerateResult,
+    SamplingParams,
+    TokenDelta,
+    TokenLogprobs,
+)
 
 
 class Piece(NamedTuple):
     """What one delta adds to a choice.
 
     Attributes:
-        text: that is certain now.
+        text: that is certain now; of a chat, content.
         token_ids: tokens that count.
         logprobs: of these tokens, where asked for.
+        message: where there is new reasoning or a new tool call.
     """
 
     text: str
     token_ids: Sequence[int]
     logprobs: TokenLogprobs | None
+    message: MessageDelta | None = None
 
 
 class Choice:
@@ -40,9 +50,10 @@ class Choice:
         sampling: its sampling parameters.
         counts_prompt: whether its prompt counts in the usage: once for all choices of a prompt.
         num_tokens: tokens that belong to the output so far.
+        num_reasoning_tokens: how many of them are reasoning.
         num_cached_tokens: prompt tokens found in the prefix cache; None until the engine says so
             with its last delta, which never comes after a stop string.
-        finish_reason: "stop" or "length" once the output has ended.
+        finish_reason: "stop", "length" or "tool_calls" once the output has ended.
         stop_string: the stop string that ended it, or None.
         stop_token_id: the token that ended it, or None.
         prompt_logprobs: of the prompt, from position 1; complete with the first output token.
@@ -53,10 +64,12 @@ class Choice:
         "_discards_output",
         "_includes_stop",
         "_matcher",
+        "_reader",
         "counts_prompt",
         "finish_reason",
         "index",
         "num_cached_tokens",
+        "num_reasoning_tokens",
         "num_tokens",
         "prompt_logprobs",
         "prompt_token_ids",
@@ -77,6 +90,7 @@ class Choice:
         counts_prompt: bool,
         includes_stop: bool = False,
         discards_output: bool = False,
+        reader: MessageReader | None = None,
     ) -> None:
         """Expect the output of a sequence.
 
@@ -90,6 +104,7 @@ class Choice:
             counts_prompt: see the attributes.
             includes_stop: a stop string, or the text of a token that stops, is part of the text.
             discards_output: nothing was asked for but the prompt's logprobs.
+            reader: tells reasoning and tool calls from content; None: all is content.
         """
         self.index = index
         self.request_id = request_id
@@ -97,6 +112,7 @@ class Choice:
         self.sampling = sampling
         self.counts_prompt = counts_prompt
         self.num_tokens = 0
+        self.num_reasoning_tokens = 0
         self.num_cached_tokens: int | None = None
         self.finish_reason: str | None = None
         self._detokenizer = detokenizer
@@ -104,6 +120,7 @@ class Choice:
         self.prompt_logprobs = LogprobBuffer()
         self._includes_stop = includes_stop
         self._discards_output = discards_output
+        self._reader = reader
         self._matcher = None
         if stop_strings:
             self._matcher = StopStringMatcher(stop_strings, is_included=includes_stop)
@@ -127,20 +144,47 @@ class Choice:
         if self._discards_output and delta.token_ids:
             self.finish_reason = "length"
             return Piece("", (), None)
-        text, token_ids = self._feed(delta)
+        message: MessageDelta | None = None
+        if self._reader is None:
+            text, token_ids = self._feed(delta.token_ids, delta.result)
+        else:
+            message, token_ids = self._read(self._reader, delta)
+            text = message.content
         logprobs = delta.logprobs
         if logprobs is not None and len(token_ids) < len(delta.token_ids):
             logprobs = logprobs.head(len(token_ids))
-        return Piece(text, token_ids, logprobs)
+        if message is not None and not message.reasoning and not message.tool_calls:
+            message = None
+        return Piece(text, token_ids, logprobs, message)
 
-    def _feed(self, delta: TokenDelta) -> tuple[str, Sequence[int]]:
-        token_ids = delta.token_ids
-        if delta.result is None:
+    def _read(self, reader: MessageReader, delta: TokenDelta) -> tuple[MessageDelta, Sequence[int]]:
+        # One by one: the usage counts those that are reasoning, and those up to the last call.
+        token_ids, count = delta.token_ids, 0
+        while self.finish_reason is None and count < max(1, len(token_ids)):
+            is_last = count + 1 >= len(token_ids)
+            was_reasoning = reader.is_reasoning
+            text, kept = self._feed(token_ids[count : count + 1], delta.result if is_last else None)
+            reader.feed(text)
+            if was_reasoning or reader.is_reasoning:
+                self.num_reasoning_tokens += len(kept)
+            if reader.is_full:
+                self.finish_reason = "stop"
+            count += 1
+        if self.finish_reason is not None:
+            reader.finish()
+            if self.finish_reason == "stop" and reader.num_calls:
+                self.finish_reason = "tool_calls"
+        return reader.take(), token_ids[:count]
+
+    def _feed(
+        self, token_ids: Sequence[int], result: GenerateResult | None
+    ) -> tuple[str, Sequence[int]]:
+        if result is None:
             if self._matcher is None:
                 self.num_tokens += len(token_ids)
                 return self._detokenizer.feed(token_ids), token_ids
             return self._feed_until_stop_string(self._matcher, token_ids)
-        return self._finish(token_ids, delta.result.finish_reason, delta.result.num_cached_tokens)
+        return self._finish(token_ids, result.finish_reason, result.num_cached_tokens)
 
     def _finish(
         self, token_ids: Sequence[int], reason: FinishReason, num_cached_tokens: int

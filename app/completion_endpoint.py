@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -26,7 +27,7 @@ from app.completion_service import CompletionService, Generation
 from app.demands import read_demands
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
-from app.openai_response import DONE
+from app.openai_response import DONE, StreamFormat
 from app.openai_schema import parse_json
 from replicas.errors import ServingError
 
@@ -113,9 +114,9 @@ class CompletionEndpoint:
                 if (echo := generation.echo(choice, formats[index])) is not None:
                     data += chunks.text(index, echo[0], (), echo[1])
             shows_tokens = generation.params.return_token_ids or piece.logprobs is not None
-            if piece.text or (piece.token_ids and shows_tokens):
+            if piece.text or piece.message or (piece.token_ids and shows_tokens):
                 logprobs = piece.logprobs and formats[index].render(piece.token_ids, piece.logprobs)
-                data += chunks.text(index, piece.text, piece.token_ids, logprobs)
+                data += _chunk(chunks, index, piece, logprobs)
             if choice.finish_reason is not None:
                 data += chunks.last(index, choice.finish_reason)
                 num_open -= 1
@@ -152,6 +153,14 @@ class CompletionEndpoint:
             done=self._done,
             error_event=lambda error: error_event(error, request_id),
         )
+
+
+def _chunk(
+    chunks: StreamFormat, index: int, piece: Piece, logprobs: dict[str, Any] | None
+) -> bytes:
+    if piece.message is None:
+        return chunks.text(index, piece.text, piece.token_ids, logprobs)
+    return chunks.message(index, piece.message, piece.token_ids, logprobs)
 
 
 class CountedResponse(Response):

@@ -45,6 +45,7 @@ from app.openai_schema import (
     parse_request,
 )
 from app.tokenizer import Tokenizer
+from app.tool_calls.reader import MessageFormat, MessageReader
 from replicas.errors import (
     ContextLengthExceeded,
     EngineNotReady,
@@ -162,6 +163,7 @@ class Generation:
             prompt_tokens=sum(len(choice.prompt_token_ids) for choice in prompts),
             completion_tokens=sum(choice.num_tokens for choice in self.choices),
             cached_tokens=None if None in cached else sum(filter(None, cached)),
+            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
         )
 
     def stream_format(self) -> StreamFormat:
@@ -198,6 +200,13 @@ class CompletionService:
         self._config = config
         self._metrics = metrics
         self._model_info: ModelInfo | None = None
+        template = tokenizer.chat_template
+        self._format = MessageFormat.resolve(
+            "" if template is None else template.source,
+            calls=config.tool_call_style,
+            reasoning=config.reasoning_style,
+        )
+        self._message_tokenizer = tokenizer.showing(self._format.markers)
 
     async def model_info(self) -> ModelInfo:
         """Return what the first ready replica said of the model; it never changes after that.
@@ -249,7 +258,8 @@ class CompletionService:
         request = parse_request(ChatRequest, body)
         info = await self._check_common(request)
         self._check_num_choices(1, request.n)
-        prompt = await self.render_chat(request, info)
+        text = self.chat_text(request)
+        prompt = await self._encode_text(text, request, info, add_special_tokens=False)
         wanted = request.max_output_tokens
         limit = _output_limit(
             len(prompt),
@@ -257,7 +267,20 @@ class CompletionService:
             info,
             is_explicit=wanted is not None,
         )
-        return self._generation("chatcmpl", request, [prompt], [limit], info, arrived_s)
+        continued = request.messages[-1].text if request.continue_final_message else ""
+        is_inside_thought = self._format.is_inside_thought(text, continued)
+
+        def new_reader() -> MessageReader | None:
+            return self._format.reader(
+                functions=[tool.function.name for tool in request.offered_tools],
+                is_inside_thought=is_inside_thought,
+                max_calls=None if request.parallel_tool_calls else 1,
+                shows_reasoning=request.include_reasoning,
+            )
+
+        return self._generation(
+            "chatcmpl", request, [prompt], [limit], info, arrived_s, new_reader=new_reader
+        )
 
     async def render_chat(self, request: ChatRequest, info: ModelInfo) -> Sequence[int]:
         """Turn a chat into its prompt's tokens.
@@ -273,15 +296,23 @@ class CompletionService:
         """Render a chat's prompt.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses the chat.
+            InvalidRequest: the model has no chat template, it refuses the chat, or its calls of
+                tools could not be told from text.
         """
         template = self._tokenizer.chat_template
         if template is None:
             raise InvalidRequest(
                 f"the model '{self._config.model_id}' has no chat template; use /v1/completions"
             )
+        if request.offered_tools and self._format.calls == "none":
+            raise InvalidRequest(
+                f"'tools' cannot be used with the model '{self._config.model_id}': how it writes "
+                "tool calls is not known (setting ingress.tool_call_style)",
+                param="tools",
+            )
         return template.render(
             request.messages,
+            tools=request.offered_tools,
             add_generation_prompt=request.add_generation_prompt is not False,
             continue_final_message=request.continue_final_message,
             variables=request.chat_template_kwargs,
@@ -510,6 +541,8 @@ class CompletionService:
         limits: Sequence[int],
         info: ModelInfo,
         arrived_s: float,
+        *,
+        new_reader: Callable[[], MessageReader | None] = lambda: None,
     ) -> Generation:
         response_id = f"{kind}-{uuid.uuid4().hex}"
         seed = secrets.randbits(64) if request.seed is None else request.seed
@@ -532,16 +565,18 @@ class CompletionService:
                     defaults=self.defaults,
                     bad_words=bad_words,
                 ),
-                detokenizer=self._tokenizer.detokenizer(
-                    skip_special_tokens=request.skip_special_tokens
-                ),
+                detokenizer=(
+                    self._tokenizer if reader is None else self._message_tokenizer
+                ).detokenizer(skip_special_tokens=request.skip_special_tokens),
                 stop_strings=request.stop,
                 counts_prompt=i == 0,
                 includes_stop=request.include_stop_str_in_output,
                 discards_output=isinstance(request, CompletionRequest) and request.max_tokens == 0,
+                reader=reader,
             )
             for p, prompt in enumerate(prompts)
             for i in range(request.n)
+            for reader in (new_reader(),)
         ]
         header = ResponseHeader(
             id=response_id,
@@ -582,6 +617,8 @@ def _output(generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> 
         stop_string=choice.stop_string,
         logprobs=logprobs,
         prompt_logprobs=of_prompt,
+        reasoning="".join(piece.message.reasoning for piece in pieces if piece.message),
+        tool_calls=[c for piece in pieces if piece.message for c in piece.message.tool_calls],
     )
 
 

@@ -7,6 +7,7 @@ deployments by handle. Invariant: it holds no state that another ingress replica
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,8 @@ class Ingress:
 
         Yields:
             Items with `index`, `text`, `token_ids` and `finish_reason` (None until the choice's
-            last item), then one with `usage`.
+            last item), where there are any `reasoning_content` and `tool_calls` (each with
+            `index`, `id`, `name` and `arguments`), then one with `usage`.
 
         Raises:
             ServingError: the request is refused or fails.
@@ -108,6 +110,10 @@ class _Mailbox:
         item = self._items.setdefault(choice.index, empty)
         item["text"] += piece.text
         item["token_ids"] += piece.token_ids
+        if piece.message is not None:
+            item["reasoning_content"] = item.get("reasoning_content", "") + piece.message.reasoning
+            calls = [dataclasses.asdict(call) for call in piece.message.tool_calls]
+            item["tool_calls"] = item.get("tool_calls", []) + calls
         item["finish_reason"] = choice.finish_reason
         self._has_news.set()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from app.tool_calls.styles import CallStyle, ReasoningStyle
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngressConfig:
@@ -19,6 +21,8 @@ class IngressConfig:
         keep_alive_s: silence in a stream after which a comment is sent; also how long the status
             line waits for the first token, so that a refusal still gets its own status.
         request_timeout_s: time budget of one request, seconds, or None.
+        tool_call_style: how the model writes tool calls; None: as its chat template does.
+        reasoning_style: how it writes reasoning; None: as its chat template does.
     """
 
     model_dir: str
@@ -29,3 +33,5 @@ class IngressConfig:
     max_choices: int = 128
     keep_alive_s: float = 5.0
     request_timeout_s: float | None = 3600.0
+    tool_call_style: CallStyle | None = None
+    reasoning_style: ReasoningStyle | None = None

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 import orjson
 
+from app.tool_calls.message import MessageDelta, ToolCall
+
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -25,11 +27,13 @@ class Usage:
         prompt_tokens: each prompt counts once, however many choices it has.
         completion_tokens: tokens generated, a final stop token included.
         cached_tokens: prompt tokens found in the prefix cache; None: not known.
+        reasoning_tokens: how many of the completion's are reasoning.
     """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
+    reasoning_tokens: int = 0
 
     def as_json(self) -> dict[str, Any]:
         """Return OpenAI's usage object."""
@@ -41,7 +45,10 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": details,
-            "completion_tokens_details": {"reasoning_tokens": 0, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": self.reasoning_tokens,
+                "audio_tokens": 0,
+            },
         }
 
 
@@ -50,13 +57,15 @@ class ChoiceOutput:
     """One finished choice.
 
     Attributes:
-        text: the whole output text.
+        text: the whole output text; of a chat, its content.
         token_ids: all output token ids.
         prompt_token_ids: ids of the choice's prompt.
-        finish_reason: "stop" or "length".
+        finish_reason: "stop", "length" or "tool_calls".
         stop_string: what of `stop` ended it, or None.
         logprobs: rendered, or None.
         prompt_logprobs: rendered, or None.
+        reasoning: what of a chat's output precedes its content.
+        tool_calls: of a chat.
     """
 
     text: str
@@ -66,6 +75,8 @@ class ChoiceOutput:
     stop_string: str | None = None
     logprobs: dict[str, Any] | None = None
     prompt_logprobs: list[dict[str, Any] | None] | None = None
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCall] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +114,16 @@ class StreamFormat(Protocol):
         logprobs: dict[str, Any] | None = None,
     ) -> bytes:
         """A chunk with new text of one choice, and the log-probabilities of its tokens."""
+        ...
+
+    def message(
+        self,
+        index: int,
+        delta: MessageDelta,
+        token_ids: Sequence[int],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A chunk with more than text: reasoning or tool calls, which only chats have."""
         ...
 
     def last(self, index: int, finish_reason: str) -> bytes:
@@ -174,6 +195,16 @@ class CompletionStream:
         fields = (b',"text":', orjson.dumps(text), b',"token_ids":', orjson.dumps(token_ids))
         return self._frame.choice(index, *fields, logprobs=logprobs)
 
+    def message(
+        self,
+        index: int,
+        delta: MessageDelta,
+        token_ids: Sequence[int],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A completion has text only."""
+        raise AssertionError("completions have no messages")
+
     def last(self, index: int, finish_reason: str) -> bytes:
         """The chunk with the finish reason."""
         reason = orjson.dumps(finish_reason)
@@ -218,6 +249,21 @@ class ChatStream:
         fields = (b',"delta":{"content":', content, b'},"token_ids":', ids)
         return self._frame.choice(index, *fields, logprobs=logprobs)
 
+    def message(
+        self,
+        index: int,
+        delta: MessageDelta,
+        token_ids: Sequence[int],
+        logprobs: dict[str, Any] | None = None,
+    ) -> bytes:
+        """A chunk with new reasoning, content and tool calls."""
+        content: dict[str, Any] = {"content": delta.content} if delta.content else {}
+        content |= _beside_content(delta.reasoning, delta.tool_calls, is_delta=True)
+        fields = [b',"delta":', orjson.dumps(content)]
+        if self._return_token_ids:
+            fields += [b',"token_ids":', orjson.dumps(token_ids)]
+        return self._frame.choice(index, *fields, logprobs=logprobs)
+
     def last(self, index: int, finish_reason: str) -> bytes:
         """The chunk with the finish reason and an empty delta."""
         return self._frame.choice(index, b',"delta":{}', finish_reason=orjson.dumps(finish_reason))
@@ -257,7 +303,12 @@ def chat_body(
     for index, choice in enumerate(choices):
         entry: dict[str, Any] = {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": None if choice.tool_calls and not choice.text else choice.text,
+                "refusal": None,
+                **_beside_content(choice.reasoning, choice.tool_calls, is_delta=False),
+            },
             "logprobs": choice.logprobs,
             "finish_reason": choice.finish_reason,
         }
@@ -271,3 +322,21 @@ def chat_body(
     if choices[0].prompt_logprobs is not None:
         extra["prompt_logprobs"] = choices[0].prompt_logprobs
     return orjson.dumps({**body, "choices": rendered, "usage": usage.as_json(), **extra})
+
+
+def _beside_content(
+    reasoning: str, tool_calls: Sequence[ToolCall], *, is_delta: bool
+) -> dict[str, Any]:
+    """Return the fields of a message, or of a delta, that are there only where needed."""
+    fields: dict[str, Any] = {"reasoning_content": reasoning} if reasoning else {}
+    if tool_calls:
+        fields["tool_calls"] = [
+            {
+                **({"index": call.index} if is_delta else {}),
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in tool_calls
+        ]
+    return fields

@@ -26,6 +26,14 @@ from app.errors import InvalidJSON, MissingParameter, UnknownParameter, Unsuppor
 from app.generation_config import SamplingDefaults
 from app.json_types import is_list, is_object, is_token_ids
 from app.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, drop_without_effect
+from app.tool_calls.schema import (
+    MAX_CALLS,
+    PastCall,
+    Tool,
+    check_names,
+    check_tool_choice,
+    check_tools,
+)
 from replicas.errors import InvalidRequest
 from replicas.wire import (
     MAX_BAD_WORDS,
@@ -278,12 +286,14 @@ class TextPart(_Schema):
 class ChatMessage(_Schema):
     """One message of a chat; assistant messages may be passed back as they were received."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     # A string counts as one part.
     content: tuple[TextPart, ...] = ()
     name: Hint | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    tool_calls: tuple[PastCall, ...] = Field(default=(), max_length=MAX_CALLS)
+    tool_call_id: str | None = Field(default=None, max_length=256)
 
     @property
     def text(self) -> str:
@@ -294,6 +304,19 @@ class ChatMessage(_Schema):
     def reasoning_text(self) -> str | None:
         """The reasoning under either of its two names."""
         return self.reasoning if self.reasoning is not None else self.reasoning_content
+
+    @field_validator("tool_calls", mode="before")
+    @classmethod
+    def _tool_calls(cls, value: object) -> object:
+        return tuple(value) if is_list(value) else value
+
+    @model_validator(mode="after")
+    def _suits_role(self) -> ChatMessage:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("'tool_calls' belong to assistant messages")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("'tool_call_id' belongs to tool messages, and they need it")
+        return self
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart])
     @classmethod
@@ -324,6 +347,10 @@ class ChatRequest(GenerationParams):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)
+    tools: tuple[Tool, ...] = ()
+    tool_choice: Literal["none", "auto"] = "auto"
+    parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     neutral: ClassVar[Mapping[str, tuple[object, ...]]] = CHAT_PARAMETERS
 
@@ -342,7 +369,23 @@ class ChatRequest(GenerationParams):
             )
         if reserved := {"messages", "tools", "documents"} & self.chat_template_kwargs.keys():
             raise ValueError(f"chat_template_kwargs: '{min(reserved)}' cannot be set there")
+        check_names(self.tools)
         return self
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model is told of: none where it must not call any."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @field_validator("tools", mode="before", json_schema_input_type=list[Tool])
+    @classmethod
+    def _tools(cls, value: object) -> tuple[object, ...]:
+        return check_tools(value)
+
+    @field_validator("tool_choice", mode="before", json_schema_input_type=Literal["none", "auto"])
+    @classmethod
+    def _tool_choice(cls, value: object) -> object:
+        return check_tool_choice(value)
 
     @property
     def max_output_tokens(self) -> int | None:
@@ -411,16 +454,15 @@ def parse_request[R: (CompletionRequest, ChatRequest)](schema: type[R], body: di
 
 
 def _clean_message(message: object) -> object:
-    """Drop what a received assistant message carries empty: nulls, no tool calls, no notes."""
+    """Drop what a received assistant message carries empty: nulls, notes."""
     if not is_object(message):
         return message
-    for name in ("tool_calls", "function_call", "audio", "tool_call_id"):
+    for name in ("function_call", "audio"):
         if message.get(name):
             raise UnsupportedParameter(
                 f"messages with '{name}' are not supported by this server", param="messages"
             )
-    empty = ("tool_calls", "annotations")
-    return {k: v for k, v in message.items() if v is not None and k not in empty}
+    return {k: v for k, v in message.items() if v is not None and k != "annotations"}
 
 
 def as_invalid_request(error: ValidationError) -> InvalidRequest:

@@ -41,9 +41,6 @@ COMPLETION_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
 CHAT_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
     **_SHARED,
     "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -62,7 +59,6 @@ CHAT_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
     "add_special_tokens": (False,),
     "documents": ([],),
     "chat_template": (),
-    "include_reasoning": (True,),
     "mm_processor_kwargs": ({},),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,6 +18,7 @@ from app.errors import ConfigError
 from app.ingress_config import IngressConfig
 from app.json_types import is_object
 from app.router.core import RouterConfig
+from app.tool_calls.styles import CallStyle, ReasoningStyle
 from replicas.config import EngineConfig
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
@@ -89,6 +90,8 @@ class _Ingress(_Section):
     max_choices: int = Field(default=128, ge=1)
     keep_alive_s: float = Field(default=5.0, gt=0)
     request_timeout_s: float | None = Field(default=3600.0, gt=0)
+    tool_call_style: Literal["auto"] | CallStyle = "auto"
+    reasoning_style: Literal["auto"] | ReasoningStyle = "auto"
 
 
 class _Args(_Section):
@@ -141,6 +144,8 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
             max_choices=ingress.max_choices,
             keep_alive_s=ingress.keep_alive_s,
             request_timeout_s=ingress.request_timeout_s,
+            tool_call_style=None if ingress.tool_call_style == "auto" else ingress.tool_call_style,
+            reasoning_style=None if ingress.reasoning_style == "auto" else ingress.reasoning_style,
         ),
         num_ingress_replicas=ingress.num_replicas,
     )

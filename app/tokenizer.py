@@ -8,9 +8,10 @@ both against `transformers.AutoTokenizer`. Immutable after loading, safe to use 
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,18 @@ class Tokenizer:
         """The vocabulary's own names of tokens."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
+    def showing(self, texts: Collection[str]) -> Tokenizer:
+        """Return this tokenizer with some special tokens never skipped: a parser looks for them."""
+        token_ids = {i for text in texts if (i := self._tokenizer.token_to_id(text)) is not None}
+        shown = token_ids & self._special_ids
+        if not shown:
+            return self
+        view = copy.copy(self)
+        view._special_ids = self._special_ids - shown
+        if self._all_bytes is not None and self._text_bytes is not None:
+            view._text_bytes = {**self._text_bytes, **{i: self._all_bytes[i] for i in shown}}
+        return view
+
     def detokenizer(self, *, skip_special_tokens: bool) -> Detokenizer:
         """Return a fresh incremental decoder for one output sequence."""
         table = self._text_bytes if skip_special_tokens else self._all_bytes
@@ -138,19 +151,22 @@ class Tokenizer:
 def _load_chat_template(directory: Path) -> ChatTemplate | None:
     config = _read_json(directory / "tokenizer_config.json")
     source: Any = config.get("chat_template")
+    tool_source: str | None = None
     jinja_path = directory / "chat_template.jinja"
     if jinja_path.is_file():
         source = jinja_path.read_text(encoding="utf-8")
     if is_list(source):  # several named templates: [{"name": ..., "template": ...}]
-        named = [entry["template"] for entry in source if entry["name"] == "default"]
-        source = named[0] if named else None
+        named = {entry["name"]: entry["template"] for entry in source}
+        source, tool_source = named.get("default"), named.get("tool_use")
+    if (tool_path := directory / "additional_chat_templates" / "tool_use.jinja").is_file():
+        tool_source = tool_path.read_text(encoding="utf-8")
     if source is None:
         return None
     special_tokens = {
         name: token for name in _NAMED_TOKENS if (token := _token_text(config.get(name)))
     }
     try:
-        return ChatTemplate(source, special_tokens)
+        return ChatTemplate(source, special_tokens, tool_source=tool_source)
     except ValueError as error:
         raise ConfigError(f"model: {directory} has a malformed chat template: {error}") from error
 

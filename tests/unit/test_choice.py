@@ -53,7 +53,7 @@ def run(
             token_ids=tuple(ids[start:end]),
             result=result(reason, len(ids)) if is_last else None,
         )
-        new_text, new_ids, _ = choice.feed(delta)
+        new_text, new_ids, *_ = choice.feed(delta)
         text += new_text
         kept += new_ids
         if choice.finish_reason is not None:

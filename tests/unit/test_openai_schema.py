@@ -127,8 +127,9 @@ def test_an_unsupported_parameter_is_refused_by_name(field: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}]),
         ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
         ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("reasoning_effort", "high"),
@@ -140,8 +141,9 @@ def test_an_unsupported_parameter_is_refused_by_name(field: str, value: Any) -> 
     ],
 )
 def test_an_unsupported_chat_parameter_is_refused_by_name(field: str, value: Any) -> None:
-    with pytest.raises(UnsupportedParameter, match=f"'{field}'"):
+    with pytest.raises(UnsupportedParameter) as info:
         chat(**{field: value})
+    assert info.value.param == field
 
 
 def test_values_that_change_nothing_are_accepted() -> None:
@@ -194,6 +196,80 @@ def test_a_missing_key_is_named() -> None:
         parse_request(CompletionRequest, {"prompt": None})
 
 
+CALL_ARGUMENTS = "messages[0].tool_calls[0].function.arguments"
+
+
+def call(arguments: str = "{}") -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"id": "call_1", "type": "function", "function": function}
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"properties": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("tools", "param"),
+    [
+        ({}, "tools"),
+        (["f"], "tools[0]"),
+        ([{"type": "web_search"}], "tools[0].type"),
+        ([{"type": "function"}], "tools[0].function"),
+        ([{"type": "function", "function": {}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": "two words"}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": "f" * 65}}], "tools[0].function.name"),
+        ([{"type": "function", "function": {"name": "f", "x": 1}}], "tools[0].function.x"),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}],
+            "tools[0].function.parameters",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": []}}],
+            "tools[0].function.parameters",
+        ),
+        (
+            [{"type": "function", "function": {"name": "f", "parameters": deep(33)}}],
+            "tools[0].function.parameters",
+        ),
+        ([{"type": "function", "function": {"name": "f"}}] * 2, "tools"),
+        ([{"type": "function", "function": {"name": f"f{i}"}} for i in range(129)], "tools"),
+        (
+            [{"type": "function", "function": {"name": "f", "description": "x" * (512 << 10)}}],
+            "tools",
+        ),
+    ],
+)
+def test_a_bad_tool_is_named(tools: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as info:
+        chat(tools=tools)
+    assert info.value.param == param
+    assert len(info.value.message) < 500
+
+
+def test_tools_within_the_limits_are_accepted() -> None:
+    function = {
+        "name": "get-weather_2",
+        "description": None,
+        "parameters": deep(30),
+        "strict": False,
+    }
+    request = chat(tools=[{"type": "function", "function": function}], tool_choice="auto")
+    assert [tool.function.name for tool in request.offered_tools] == ["get-weather_2"]
+    assert (
+        chat(tools=[{"type": "function", "function": function}], tool_choice="none").offered_tools
+        == ()
+    )
+    messages = [
+        CHAT["messages"][0],
+        {"role": "assistant", "content": None, "tool_calls": [{**call(" "), "index": 0}]},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]},
+    ]
+    assert chat(messages=messages).messages[1].tool_calls[0].function.arguments == "{}"
+
+
 @pytest.mark.parametrize(
     ("messages", "param"),
     [
@@ -207,8 +283,17 @@ def test_a_missing_key_is_named() -> None:
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": ["a"]}], "messages[0].content"),
         ([{"role": "user", "content": "a", "colour": 1}], "messages[0].colour"),
-        ([{"role": "tool", "content": "a"}], "messages[0].role"),
-        ([{"role": "assistant", "tool_calls": [{}]}], "messages"),
+        ([{"role": "tool", "content": "a"}], "messages[0]"),
+        ([{"role": "user", "content": "a", "tool_call_id": "x"}], "messages[0]"),
+        ([{"role": "user", "content": "a", "tool_calls": [call()]}], "messages[0]"),
+        ([{"role": "assistant", "tool_calls": [{}]}], "messages[0].tool_calls[0].id"),
+        ([{"role": "assistant", "tool_calls": [call("[1]")]}], CALL_ARGUMENTS),
+        ([{"role": "assistant", "tool_calls": [call("{'a': 1}")]}], CALL_ARGUMENTS),
+        (
+            [{"role": "assistant", "tool_calls": [call(f'{{"a": {"[" * 40}{"]" * 40}}}')]}],
+            CALL_ARGUMENTS,
+        ),
+        ([{"role": "assistant", "function_call": {"name": "f"}}], "messages"),
     ],
 )
 def test_a_bad_message_is_named(messages: Any, param: str) -> None:

@@ -142,3 +142,13 @@ def test_build_binds_ingress_router_and_engine(root: Path) -> None:
         assert deployment.max_ongoing_requests > 10_000
         assert deployment._deployment_config.graceful_shutdown_timeout_s == 7
     assert ray.is_initialized() == was_initialized, "build starts nothing"
+
+
+def test_styles_of_messages_are_told_by_the_template_unless_set(root: Path) -> None:
+    ingress = parse_settings(args(), root=root).ingress
+    assert (ingress.tool_call_style, ingress.reasoning_style) == (None, None)
+    styles = {"tool_call_style": "llama3", "reasoning_style": "none"}
+    ingress = parse_settings(args(ingress=styles), root=root).ingress
+    assert (ingress.tool_call_style, ingress.reasoning_style) == ("llama3", "none")
+    with pytest.raises(ConfigError, match=r"ingress\.tool_call_style"):
+        parse_settings(args(ingress={"tool_call_style": "pythonic"}), root=root)

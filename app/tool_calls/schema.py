@@ -1,0 +1,171 @@
+"""What clients say of tools: the functions on offer, and calls that are passed back.
+
+Sizes and depth are limited here, before a template renders anything. Invariant: a parsed tool can
+be put into a prompt as it is, and the arguments of a parsed call are a JSON object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from app.errors import UnsupportedParameter
+from app.json_types import is_list, is_object
+
+MAX_TOOLS = 128
+MAX_TOOLS_BYTES = 512 << 10
+MAX_SCHEMA_DEPTH = 32
+MAX_CALLS = 128
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+
+class FunctionDefinition(_Schema):
+    """A function that the model may call; `parameters` is a JSON schema of an object."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _schema_of_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value and value.get("type", "object") != "object":
+            raise ValueError("must be a JSON schema of type 'object'")
+        if _is_deeper(value, MAX_SCHEMA_DEPTH):
+            raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        return value
+
+    @field_validator("strict")
+    @classmethod
+    def _not_strict(cls, value: bool | None) -> bool | None:
+        if value:
+            raise UnsupportedParameter(
+                "'strict': true is not supported by this server: arguments are JSON objects, but "
+                "no schema is enforced; leave it out",
+                param="tools",
+            )
+        return value
+
+
+class Tool(_Schema):
+    """One tool."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def as_template_data(self, *, needs_description: bool) -> dict[str, Any]:
+        """Return what chat templates expect; some fail without a description."""
+        function = self.function
+        data: dict[str, Any] = {"name": function.name}
+        if function.description is not None or needs_description:
+            data["description"] = function.description or ""
+        data["parameters"] = function.parameters or {"type": "object", "properties": {}}
+        return {"type": "function", "function": data}
+
+
+class CalledFunction(_Schema):
+    """The function of a call, with its arguments as text."""
+
+    name: FunctionName
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _object(cls, value: str) -> str:
+        if not value.strip():
+            return "{}"
+        try:
+            arguments = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            arguments = None
+        if not is_object(arguments):
+            raise ValueError("must be the text of a JSON object")
+        if _is_deeper(arguments, MAX_SCHEMA_DEPTH):
+            raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        return value
+
+
+class PastCall(_Schema):
+    """A call that the model made in an earlier turn."""
+
+    id: str = Field(max_length=256)
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    # Left by clients that put a stream together.
+    index: int | None = None
+
+    def as_template_data(self, *, arguments_as_text: bool) -> dict[str, Any]:
+        """Return what chat templates expect; most render an object, some join a text."""
+        text = self.function.arguments
+        arguments = text if arguments_as_text else orjson.loads(text)
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def check_tools(value: object) -> tuple[object, ...]:
+    """Check the number and the size of the `tools` of a request.
+
+    Raises:
+        ValueError: there are too many, or they are no list.
+    """
+    if not is_list(value):
+        raise ValueError("must be a list of tools")
+    if len(value) > MAX_TOOLS:
+        raise ValueError(f"at most {MAX_TOOLS} tools, got {len(value)}")
+    size = len(orjson.dumps(value))
+    if size > MAX_TOOLS_BYTES:
+        raise ValueError(f"at most {MAX_TOOLS_BYTES} bytes of JSON, got {size}")
+    return tuple(value)
+
+
+def check_names(tools: Iterable[Tool]) -> None:
+    """Check that no two functions share a name.
+
+    Raises:
+        ValueError: two do.
+    """
+    names: set[str] = set()
+    for tool in tools:
+        if tool.function.name in names:
+            raise ValueError(f"tools: two functions are named '{tool.function.name}'")
+        names.add(tool.function.name)
+
+
+def check_tool_choice(value: object) -> object:
+    """Refuse choices that only guided decoding could keep.
+
+    Raises:
+        UnsupportedParameter: a call is demanded.
+    """
+    if value == "required" or is_object(value):
+        raise UnsupportedParameter(
+            "'tool_choice' can be 'none' or 'auto' on this server: nothing makes the model call a "
+            "function, so neither 'required' nor a named function can be promised",
+            param="tool_choice",
+        )
+    return value
+
+
+def _is_deeper(value: object, limit: int) -> bool:
+    """Whether containers are nested deeper than `limit`. Breadth first: no recursion."""
+    level: list[object] = [value]
+    for _ in range(limit + 1):
+        inner: list[object] = []
+        for item in level:
+            if is_object(item):
+                inner += item.values()
+            elif is_list(item):
+                inner += item
+        if not inner:
+            return False
+        level = inner
+    return True
