@@ -94,6 +94,7 @@ class Generation:
         choices: one per prompt and n, in the order of the response.
         arrived_s: `time.perf_counter()` when the request arrived.
         traceparent: W3C trace context of the request, or None.
+        first_token_s: seconds from its arrival to the first token of any choice, or None.
     """
 
     header: ResponseHeader
@@ -101,6 +102,7 @@ class Generation:
     choices: Sequence[Choice]
     arrived_s: float
     traceparent: str | None = None
+    first_token_s: float | None = None
 
     def usage(self) -> Usage:
         """Return the tokens of all choices so far."""
@@ -263,7 +265,10 @@ class CompletionService:
             async for delta in deltas:
                 now_s = clock()
                 if last_s is None:
-                    metrics.time_to_first_token.observe(now_s - generation.arrived_s)
+                    waited_s = now_s - generation.arrived_s
+                    metrics.time_to_first_token.observe(waited_s)
+                    if generation.first_token_s is None:
+                        generation.first_token_s = waited_s
                 else:
                     metrics.inter_token_latency.observe(now_s - last_s)
                 last_s = now_s

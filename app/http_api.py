@@ -33,16 +33,17 @@ from app.asgi import (
 from app.choice import Choice
 from app.completion_service import CompletionService, Generation, TokenClient
 from app.errors import MethodNotAllowed, PathNotFound
+from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
 from app.ingress_config import IngressConfig
 from app.metrics import CONTENT_TYPE, IngressMetrics
 from app.openai_schema import parse_json
 from app.version import VERSION
 from replicas.errors import EngineNotReady, ModelNotFound, RequestError, ServingError
+from replicas.tracing import Tracing
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.
 logger = logging.getLogger("ray.serve")
 
-_CLIENT_CLOSED_REQUEST = 499
 _STATUS_TIMEOUT_S = 1.5
 _SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -59,6 +60,7 @@ def create_app(
     config: IngressConfig,
     metrics: IngressMetrics,
     *,
+    tracing: Tracing | None = None,
     echo_request_id: bool,
 ) -> Starlette:
     """Build the ASGI app.
@@ -68,10 +70,11 @@ def create_app(
         client: asked for the replicas' state by the probes and metrics.
         config: limits and keys.
         metrics: counts the requests.
+        tracing: makes a span of each completion; None: of none.
         echo_request_id: answer with `X-Request-Id`; Serve does so itself.
     """
-    completions = _CompletionEndpoint(service.plan_completion, service, config, metrics)
-    chat = _CompletionEndpoint(service.plan_chat, service, config, metrics)
+    completions = _CompletionEndpoint(service.plan_completion, service, config, metrics, tracing)
+    chat = _CompletionEndpoint(service.plan_chat, service, config, metrics, tracing)
     system = _SystemEndpoints(service, client, config, metrics)
     app = Starlette(
         routes=[
@@ -107,29 +110,34 @@ class _CompletionEndpoint:
         service: CompletionService,
         config: IngressConfig,
         metrics: IngressMetrics,
+        tracing: Tracing | None,
     ) -> None:
         self._plan = plan
         self._service = service
         self._config = config
         self._metrics = metrics
+        self._tracing = tracing
 
     async def handle(self, request: Request) -> Response:
         """Answer one request, whole or as a stream."""
-        return _CompletionResponse(self._answer, request, self._metrics)
+        return _CompletionResponse(self._answer, request, self._metrics, self._tracing)
 
-    async def _answer(self, request: Request, send: Send) -> int:
+    async def _answer(self, request: Request, send: Send, trace: HttpTrace | None) -> int:
         """Write the whole answer; return its status."""
         try:
             body = await read_body(request, max_bytes=self._config.max_body_bytes)
             async with cancel_on_disconnect(request.receive):
                 generation = await self._plan(parse_json(body))
-                generation.traceparent = request.headers.get("traceparent")
+                if trace is None:
+                    generation.traceparent = request.headers.get("traceparent")
+                else:
+                    generation.traceparent = trace.planned(generation)
                 if generation.params.stream:
                     return await self._stream(generation, send, request.state.request_id)
                 outputs = await self._service.collect(generation)
         except ClientDisconnected:
             logger.info("%s client left before the end", request.state.request_id)
-            return _CLIENT_CLOSED_REQUEST
+            return CLIENT_CLOSED_REQUEST
         response = Response(generation.body(outputs), media_type="application/json")
         await response(request.scope, request.receive, send)
         return 200
@@ -180,31 +188,37 @@ class _CompletionResponse(Response):
 
     def __init__(
         self,
-        answer: Callable[[Request, Send], Awaitable[int]],
+        answer: Callable[[Request, Send, HttpTrace | None], Awaitable[int]],
         request: Request,
         metrics: IngressMetrics,
+        tracing: Tracing | None,
     ) -> None:
         super().__init__()
         self._answer = answer
         self._request = request
         self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start_s = time.perf_counter()
-        status = _CLIENT_CLOSED_REQUEST  # stands if the server around us cancels: the client left
+        status = CLIENT_CLOSED_REQUEST  # stands if the server around us cancels: the client left
+        error: Exception | None = None
+        trace = None if self._tracing is None else HttpTrace(self._tracing, self._request)
         self._metrics.in_progress.inc()
         try:
-            status = await self._answer(self._request, send)
-        except ServingError as error:
-            status = error.status
+            status = await self._answer(self._request, send, trace)
+        except ServingError as failure:
+            status, error = failure.status, failure
             raise
-        except Exception:
-            status = 500
+        except Exception as failure:
+            status, error = 500, failure
             raise
         finally:
             self._metrics.in_progress.dec()
             duration_s = time.perf_counter() - start_s
             self._metrics.request_ended(scope["path"], status, duration_s)
+            if trace is not None:
+                trace.ended(status, error)
 
 
 class _SystemEndpoints:

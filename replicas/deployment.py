@@ -23,7 +23,7 @@ from ray.experimental.internal_kv import (
 )
 from ray.serve import metrics
 
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, TracingConfig
 from replicas.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -32,7 +32,9 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.load_events import LoadEvents
+from replicas.request_trace import record_request
 from replicas.token_stream import TokenStream
+from replicas.tracing import start_tracing
 from replicas.wire import (
     STARTUP_NAMESPACE,
     GenerateRequest,
@@ -100,12 +102,19 @@ class EngineDeployment:
 
     _engine: RunningEngine | None = None  # also when the constructor fails, for __del__
 
-    def __init__(self, config: EngineConfig, start_engine: StartEngine | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        start_engine: StartEngine | None = None,
+        *,
+        tracing: TracingConfig | None = None,
+    ) -> None:
         """Begin to start the engine; `check_health` waits for it, so Serve routes nothing before.
 
         Args:
             config: what to run.
             start_engine: how to start it; None: the JAX engine.
+            tracing: where the spans of requests go; None: nowhere.
         """
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
@@ -116,6 +125,9 @@ class EngineDeployment:
         self._stream = TokenStream(self._replica_id, self._abort)
         self._events: LoadEvents | None = None
         self._metrics = EngineMetrics()
+        self._tracing = start_tracing(
+            tracing or TracingConfig(), service="engine", instance=self._replica_id
+        )
         self._watch: asyncio.Task[None] | None = None
         self._sent = threading.Event()
         self._started = self._loop.create_task(self._start())
@@ -140,11 +152,13 @@ class EngineDeployment:
                 replica_id=self._replica_id,
             )
         started_at = time.monotonic()
+        start_ns = time.time_ns()
         try:
             outcome = self._stream.open(request)
         except ServingError as error:
             return error
         is_over = False
+        answer: GenerateResult | ServingError | None = None
         ending = "cancelled"
         try:
             engine.submit(request)
@@ -155,19 +169,31 @@ class EngineDeployment:
             return answer
         except TimeoutError:
             ending = "deadline"
-            return DeadlineExceeded(
+            answer = DeadlineExceeded(
                 f"the request did not finish within its time budget of {request.timeout_s} s"
             )
+            return answer
         except ServingError as error:
             ending = "refused"
             if isinstance(error, EngineError):
                 error.replica_id = self._replica_id
-            return error
+            answer = error
+            return answer
         finally:
             if not is_over:
                 engine.abort(request.request_id)
                 self._stream.close(request.request_id)
-            self._metrics.observe_request(ending, time.monotonic() - started_at)
+            duration_s = time.monotonic() - started_at
+            self._metrics.observe_request(ending, duration_s)
+            if self._tracing is not None:
+                record_request(
+                    self._tracing,
+                    request,
+                    answer,
+                    replica_id=self._replica_id,
+                    start_ns=start_ns,
+                    end_ns=start_ns + round(duration_s * 1e9),
+                )
 
     async def subscribe(self, address: SinkAddress) -> str:
         """Push load to a router's event sink until it stops renewing; return the replica's id."""
@@ -189,6 +215,8 @@ class EngineDeployment:
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        if self._tracing is not None:
+            self._tracing.shutdown()
         if self._watch is not None:
             self._watch.cancel()
         if self._events is not None:

@@ -60,6 +60,7 @@ class _FakeSequence:
     request: GenerateRequest
     arrived_at: float
     started_at: float = 0.0
+    first_token_at: float | None = None
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -172,6 +173,8 @@ class FakeEngineLoop:
         tokens = (*request.prompt_token_ids, *sequence.tokens)
         token = fake_token(tokens[-1], len(tokens), seed=request.sampling.seed)
         sequence.tokens.append(token)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = time.monotonic()
         self._num_output_tokens += 1
         if token in request.sampling.stop_token_ids:
             return self._end(sequence, (token,), FinishReason.STOP)
@@ -197,7 +200,7 @@ class FakeEngineLoop:
     def _end(
         self, sequence: _FakeSequence, token_ids: tuple[int, ...], reason: FinishReason
     ) -> TokenDelta:
-        request = sequence.request
+        request, first = sequence.request, sequence.first_token_at
         result = GenerateResult(
             request_id=request.request_id,
             finish_reason=reason,
@@ -205,6 +208,7 @@ class FakeEngineLoop:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=0,
             queue_s=max(0.0, sequence.started_at - sequence.arrived_at),
+            first_token_s=None if first is None else first - sequence.arrived_at,
         )
         return TokenDelta(
             request_id=request.request_id,

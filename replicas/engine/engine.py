@@ -252,6 +252,8 @@ class Engine[StepT]:
         sequence.num_inflight -= 1
         sequence.num_inflight_drafts -= part.num_drafts
         first, reason = len(sequence.token_ids), None
+        if first == sequence.num_prompt_tokens:
+            sequence.first_token_s = self._clock()
         for token_id in token_ids:
             sequence.token_ids.append(token_id)
             reason = self._finish_reason(sequence, token_id)
@@ -287,7 +289,7 @@ class Engine[StepT]:
     def _end_delta(
         self, sequence: Sequence, token_ids: tuple[int, ...], reason: FinishReason
     ) -> TokenDelta:
-        request, first = sequence.request, sequence.first_step_s
+        request, first, token = sequence.request, sequence.first_step_s, sequence.first_token_s
         result = GenerateResult(
             request_id=request.request_id,
             finish_reason=reason,
@@ -295,6 +297,7 @@ class Engine[StepT]:
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=sequence.num_cached_tokens,
             queue_s=(self._clock() if first is None else first) - sequence.arrival_s,
+            first_token_s=None if token is None else token - sequence.arrival_s,
         )
         return TokenDelta(
             request_id=request.request_id,

@@ -40,6 +40,7 @@ class Sequence:
         slot: row of the device's slot state while running, else None.
         arrival_s: clock at arrival, seconds.
         first_step_s: clock at the first step that contained it, or None.
+        first_token_s: clock when its first output token was known, or None.
         num_admissions: how often it got a slot; more than 1 after a preemption.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
         order: (priority, arrival number): who goes first, and (largest) who is preempted first.
@@ -51,6 +52,7 @@ class Sequence:
         "_root_key",
         "arrival_s",
         "first_step_s",
+        "first_token_s",
         "max_total_tokens",
         "num_admissions",
         "num_cached_tokens",
@@ -87,6 +89,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.arrival_s = arrival_s
         self.first_step_s: float | None = None
+        self.first_token_s: float | None = None
         self.num_admissions = 0
         self.num_cached_tokens = 0
         self.order = (request.priority, arrival_number)
