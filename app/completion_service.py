@@ -260,11 +260,12 @@ class CompletionService:
             cache_salt=generation.params.cache_salt,
             traceparent=generation.traceparent,
         )
-        last_s: float | None = None
+        first_s = last_s = None
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 now_s = clock()
-                if last_s is None:
+                if first_s is None or last_s is None:
+                    first_s = now_s
                     waited_s = now_s - generation.arrived_s
                     metrics.time_to_first_token.observe(waited_s)
                     if generation.first_token_s is None:
@@ -276,6 +277,9 @@ class CompletionService:
                 metrics.output_tokens.inc(len(token_ids))
                 await emit(choice, text, token_ids)
                 if choice.finish_reason is not None:
+                    if choice.num_tokens > 1:
+                        per_token_s = (last_s - first_s) / (choice.num_tokens - 1)
+                        metrics.time_per_output_token.observe(per_token_s)
                     return
 
     async def _check_common(self, request: GenerationParams) -> ModelInfo:

@@ -21,9 +21,10 @@ from ray.experimental.internal_kv import (
     _internal_kv_del,  # pyright: ignore[reportPrivateUsage]
     _internal_kv_put,  # pyright: ignore[reportPrivateUsage]
 )
-from ray.serve import metrics
 
 from replicas.config import EngineConfig, TracingConfig
+from replicas.engine.step_stats import StepStats
+from replicas.engine_metrics import EngineMetrics
 from replicas.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -72,6 +73,11 @@ class RunningEngine(Protocol):
 
     def load(self) -> ReplicaLoad:
         """Return the load now."""
+        ...
+
+    @property
+    def step_stats(self) -> StepStats:
+        """What the steps took and held so far."""
         ...
 
     def check_health(self) -> None:
@@ -184,7 +190,7 @@ class EngineDeployment:
                 engine.abort(request.request_id)
                 self._stream.close(request.request_id)
             duration_s = time.monotonic() - started_at
-            self._metrics.observe_request(ending, duration_s)
+            self._metrics.observe_request(ending, duration_s, answer)
             if self._tracing is not None:
                 record_request(
                     self._tracing,
@@ -267,6 +273,8 @@ class EngineDeployment:
         """Keep the metrics fresh; when the engine dies, tell the callers before Serve finds out."""
         while True:
             self._metrics.observe_load(engine.load())
+            self._metrics.observe_steps(engine.step_stats)
+            self._metrics.observe_stream(self._stream)
             try:
                 engine.check_health()
             except EngineDead as error:
@@ -312,58 +320,3 @@ class ProgressReport:
     def clear(self) -> None:
         """Withdraw the report: the replica has started."""
         _internal_kv_del(self._key, namespace=STARTUP_NAMESPACE)
-
-
-class EngineMetrics:
-    """Prometheus series of one replica (Serve adds deployment, replica and application)."""
-
-    def __init__(self) -> None:
-        self._load = ReplicaLoad()
-        self._requests = metrics.Counter(
-            "systole_engine_requests",
-            description="Requests that ended, by how.",
-            tag_keys=("ending",),
-        )
-        self._request_s = metrics.Histogram(
-            "systole_engine_request_seconds",
-            description="Time from a request's arrival at the replica to its end.",
-            boundaries=[0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600],
-        )
-        self._gauges = {
-            name: metrics.Gauge(f"systole_engine_{name}", description=f"ReplicaLoad.{name}.")
-            for name in (
-                "num_running",
-                "num_waiting",
-                "num_free_pages",
-                "num_pending_prefill_tokens",
-                "num_compiles_after_warmup",
-                "step_s",
-            )
-        }
-        self._counters = {
-            name: metrics.Counter(f"systole_engine_{name}", description=f"ReplicaLoad.{name}.")
-            for name in (
-                "num_steps",
-                "num_preemptions",
-                "num_prompt_tokens",
-                "num_cached_tokens",
-                "num_output_tokens",
-                "num_draft_tokens",
-                "num_accepted_tokens",
-            )
-        }
-
-    def observe_request(self, ending: str, duration_s: float) -> None:
-        """Count a request that ended."""
-        self._requests.inc(tags={"ending": ending})
-        self._request_s.observe(duration_s)
-
-    def observe_load(self, load: ReplicaLoad) -> None:
-        """Export a load; called about once a second."""
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(load, name))
-        for name, counter in self._counters.items():
-            grown = getattr(load, name) - getattr(self._load, name)
-            if grown > 0:
-                counter.inc(grown)
-        self._load = load

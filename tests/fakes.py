@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicas.config import EngineConfig
+from replicas.engine.step_stats import StepStats
 from replicas.errors import ContextLengthExceeded, EngineDead
 from replicas.wire import (
     FinishReason,
@@ -115,6 +116,10 @@ class FakeEngineLoop:
     def load(self) -> ReplicaLoad:
         with self._lock:
             return self._load()
+
+    @property
+    def step_stats(self) -> StepStats:
+        return StepStats()
 
     def check_health(self) -> None:
         if self._death is not None:

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from replicas.engine.buckets import Bucket
 from replicas.engine.page_allocator import PageKey, hash_root
 from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.step_stats import StepStats
 from replicas.errors import ContextLengthExceeded, InvalidRequest
 from replicas.wire import (
     FinishReason,
@@ -44,6 +46,11 @@ class Runner[StepT](Protocol):
     @property
     def num_compiles_after_warmup(self) -> int:
         """Compilations since warm-up."""
+        ...
+
+    @property
+    def last_bucket(self) -> Bucket | None:
+        """What the latest launch was padded to; None before the first."""
         ...
 
     def launch(self, plan: StepPlan) -> StepT:
@@ -91,6 +98,7 @@ class Engine[StepT]:
         self.scheduler = scheduler
         self.model_info = model_info
         self.times = StepTimes()
+        self.stats = StepStats()
         self._runner = runner
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
@@ -202,6 +210,7 @@ class Engine[StepT]:
             wait=fetched_at - launched_at,
             postprocess=self._clock() - fetched_at,
         )
+        self.stats.add(self.times, plan, self._runner.last_bucket)
         return StepEvents(deltas=tuple(deltas), load=self.load())
 
     def load(self) -> ReplicaLoad:
