@@ -175,7 +175,7 @@ def _ms(seconds: float) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Show a service until interrupted, or once."""
-    parser = argparse.ArgumentParser(prog="python -m bench.top", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.top", description="A running service.")
     parser.add_argument("url", help="of the service, e.g. http://127.0.0.1:8000")
     parser.add_argument("--interval", type=float, default=2.0, help="seconds between two looks")
     parser.add_argument("--once", action="store_true", help="one interval, then end")

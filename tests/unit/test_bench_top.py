@@ -116,7 +116,7 @@ def test_a_service_without_replicas_says_so(service: Service) -> None:
 
 
 def test_a_service_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(SystemExit, match="http://127.0.0.1:9: "):
+    with pytest.raises(SystemExit, match=r"http://127\.0\.0\.1:9: "):
         main(["http://127.0.0.1:9", "--once"])
 
 

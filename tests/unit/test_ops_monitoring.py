@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -119,6 +120,19 @@ def test_every_rule_has_what_an_operator_needs() -> None:
         assert f"`{rule['alert']}`" in PAGE
         for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
             assert f"by ({label})" in rule["expr"]
+
+
+def test_the_commands_of_the_page_exist_with_their_options() -> None:
+    """`serve` is Ray's; what is ours answers --help, except for modules without options."""
+    commands = re.findall(r"python -m ([\w.]+)((?: (?:--)?[\w./:]+)*)", PAGE)
+    assert {module for module, _ in commands} >= {"bench.top", "replicas.engine.programs"}
+    for module, options in commands:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, module
+        assert spec.origin is not None
+        source = Path(spec.origin).read_text()
+        for option in re.findall(r"--[a-z-]+", options):
+            assert f'"{option}"' in source, (module, option)
 
 
 def test_the_page_lists_every_metric_that_is_exported_and_no_other() -> None:
