@@ -59,15 +59,17 @@ def build(args: dict[str, Any]) -> serve.Application:
         health_check_period_s=replicas.health_check_period_s,
         health_check_timeout_s=replicas.health_check_timeout_s,
         **options,
-    ).bind(settings.engine)
+    ).bind(settings.engine, tracing=settings.tracing)
     light = {"ray_actor_options": {"num_cpus": 0}, **options}
-    router = _deployment(RouterDeployment, "Router", **light).bind(engine, settings.router)
+    router = _deployment(RouterDeployment, "Router", **light).bind(
+        engine, settings.router, tracing=settings.tracing
+    )
     return _deployment(
         _untyped_serve.ingress()(Ingress),
         "Ingress",
         num_replicas=settings.num_ingress_replicas,
         **light,
-    ).bind(router, settings.ingress)
+    ).bind(router, settings.ingress, tracing=settings.tracing)
 
 
 def _deployment(cls: type, name: str, **options: Any) -> Any:

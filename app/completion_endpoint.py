@@ -25,16 +25,17 @@ from app.asgi import (
 from app.choice import Choice, Piece
 from app.completion_service import CompletionService, Generation
 from app.demands import read_demands
+from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.openai_response import DONE, StreamFormat
 from app.openai_schema import parse_json
 from replicas.errors import ServingError
+from replicas.tracing import Tracing
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.
 logger = logging.getLogger("ray.serve")
 
-CLIENT_CLOSED_REQUEST = 499
 SSE_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -54,6 +55,7 @@ class CompletionEndpoint:
         config: IngressConfig,
         metrics: IngressMetrics,
         *,
+        tracing: Tracing | None = None,
         done: bytes = DONE,
         error_event: Callable[[ServingError, str], bytes] | None = None,
     ) -> None:
@@ -64,9 +66,11 @@ class CompletionEndpoint:
             service: runs it.
             config: limits.
             metrics: counts the requests.
+            tracing: makes a span of each completion; None: of none.
             done: ends every stream.
             error_event: how an error of a request looks that ends one; None: OpenAI's way.
         """
+        self._tracing = tracing
         self._done = done
         self._error_event = error_event
         self._plan = plan
@@ -76,17 +80,20 @@ class CompletionEndpoint:
 
     async def handle(self, request: Request) -> Response:
         """Answer one request, whole or as a stream."""
-        return CountedResponse(self._answer, request, self._metrics)
+        return CountedResponse(self._answer, request, self._metrics, self._tracing)
 
-    async def _answer(self, request: Request, send: Send) -> int:
+    async def _answer(self, request: Request, send: Send, trace: HttpTrace | None) -> int:
         """Write the whole answer; return its status."""
         try:
             demands = read_demands(request.headers)
             body = await read_body(request, max_bytes=self._config.max_body_bytes)
             async with cancel_on_disconnect(request.receive):
                 generation = await self._plan(parse_json(body))
-                generation.traceparent = request.headers.get("traceparent")
                 generation.demands = demands
+                if trace is None:
+                    generation.traceparent = request.headers.get("traceparent")
+                else:
+                    generation.traceparent = trace.planned(generation)
                 if generation.params.stream:
                     return await self._stream(generation, send, request.state.request_id)
                 outputs = await self._service.collect(generation)
@@ -164,33 +171,39 @@ def _chunk(
 
 
 class CountedResponse(Response):
-    """Runs an answer when Starlette calls it, and counts it when it has ended."""
+    """Runs an answer when Starlette calls it, counts it when it has ended, and makes its span."""
 
     def __init__(
         self,
-        answer: Callable[[Request, Send], Awaitable[int]],
+        answer: Callable[[Request, Send, HttpTrace | None], Awaitable[int]],
         request: Request,
         metrics: IngressMetrics,
+        tracing: Tracing | None = None,
     ) -> None:
         super().__init__()
         self._answer = answer
         self._request = request
         self._metrics = metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and count it however it ends."""
         start_s = time.perf_counter()
         status = CLIENT_CLOSED_REQUEST  # stands if the server around us cancels: the client left
+        error: Exception | None = None
+        trace = None if self._tracing is None else HttpTrace(self._tracing, self._request)
         self._metrics.in_progress.inc()
         try:
-            status = await self._answer(self._request, send)
-        except ServingError as error:
-            status = error.status
+            status = await self._answer(self._request, send, trace)
+        except ServingError as failure:
+            status, error = failure.status, failure
             raise
-        except Exception:
-            status = 500
+        except Exception as failure:
+            status, error = 500, failure
             raise
         finally:
             self._metrics.in_progress.dec()
             duration_s = time.perf_counter() - start_s
             self._metrics.request_ended(scope["path"], status, duration_s)
+            if trace is not None:
+                trace.ended(status, error)

@@ -122,6 +122,7 @@ class Generation:
         echoes: by prompt, its text where it is part of the output.
         traceparent: W3C trace context of the request, or None.
         demands: how soon and how fast the client wants it.
+        first_token_s: seconds from its arrival to the first token of any choice, or None.
     """
 
     header: ResponseHeader
@@ -132,6 +133,7 @@ class Generation:
     echoes: Sequence[str] = ()
     traceparent: str | None = None
     demands: Demands = NO_DEMANDS
+    first_token_s: float | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -360,15 +362,19 @@ class CompletionService:
             traceparent=generation.traceparent,
             hints=generation.demands.hints,
         )
-        last_s: float | None = None
+        first_s = last_s = None
         async with contextlib.aclosing(deltas):
             async for delta in deltas:
                 if not delta.token_ids and delta.result is None:
                     choice.feed(delta)  # a part of the prompt has been computed
                     continue
                 now_s = clock()
-                if last_s is None:
-                    metrics.time_to_first_token.observe(now_s - generation.arrived_s)
+                if first_s is None or last_s is None:
+                    first_s = now_s
+                    waited_s = now_s - generation.arrived_s
+                    metrics.time_to_first_token.observe(waited_s)
+                    if generation.first_token_s is None:
+                        generation.first_token_s = waited_s
                 else:
                     metrics.inter_token_latency.observe(now_s - last_s)
                 last_s = now_s
@@ -376,6 +382,9 @@ class CompletionService:
                 metrics.output_tokens.inc(len(piece.token_ids))
                 await emit(choice, piece)
                 if choice.finish_reason is not None:
+                    if choice.num_tokens > 1:
+                        per_token_s = (last_s - first_s) / (choice.num_tokens - 1)
+                        metrics.time_per_output_token.observe(per_token_s)
                     return
 
     async def encode(

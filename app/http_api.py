@@ -26,6 +26,7 @@ from app.metrics import IngressMetrics
 from app.system_endpoints import SystemEndpoints
 from app.text_endpoints import TextEndpoints
 from replicas.errors import RequestError, ServingError
+from replicas.tracing import Tracing
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.
 logger = logging.getLogger("ray.serve")
@@ -37,6 +38,7 @@ def create_app(
     config: IngressConfig,
     metrics: IngressMetrics,
     *,
+    tracing: Tracing | None = None,
     echo_request_id: bool,
 ) -> Starlette:
     """Build the ASGI app.
@@ -46,16 +48,20 @@ def create_app(
         client: asked for the replicas' state by the probes and metrics.
         config: limits and keys.
         metrics: counts the requests.
+        tracing: makes a span of each completion; None: of none.
         echo_request_id: answer with `X-Request-Id`; Serve does so itself.
     """
-    completions = CompletionEndpoint(service.plan_completion, service, config, metrics)
-    chat = CompletionEndpoint(service.plan_chat, service, config, metrics)
+    completions = CompletionEndpoint(
+        service.plan_completion, service, config, metrics, tracing=tracing
+    )
+    chat = CompletionEndpoint(service.plan_chat, service, config, metrics, tracing=tracing)
     system = SystemEndpoints(service, client, config, metrics)
     messages = CompletionEndpoint(
         MessagesPlanner(service).plan,
         service,
         config,
         metrics,
+        tracing=tracing,
         done=b"",
         error_event=messages_error_event,
     )

@@ -24,22 +24,35 @@ from app.http_api import create_app
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.tokenizer import Tokenizer
+from replicas.config import TracingConfig
 from replicas.errors import InvalidRequest
+from replicas.tracing import start_tracing
 
 
 class Ingress:
     """One ingress replica. `app.build` wraps it with `serve.ingress()` and binds it."""
 
-    def __init__(self, router: DeploymentHandle[Any], config: IngressConfig) -> None:
+    def __init__(
+        self,
+        router: DeploymentHandle[Any],
+        config: IngressConfig,
+        *,
+        tracing: TracingConfig | None = None,
+    ) -> None:
         """Load the tokenizer; connections are made on first use.
 
         Args:
             router: handle of the RouterDeployment.
             config: limits and keys.
+            tracing: where the spans of HTTP requests go; None: nowhere.
         """
+        replica_id = serve.get_replica_context().replica_id.unique_id
         self._config = config
         self._client = LLMClient(router)
-        self._metrics = IngressMetrics(serve.get_replica_context().replica_id.unique_id)
+        self._metrics = IngressMetrics(replica_id)
+        self._tracing = start_tracing(
+            tracing or TracingConfig(), service="ingress", instance=replica_id
+        )
         tokenizer = Tokenizer.load(Path(config.model_dir))
         self._service = CompletionService(
             self._client,
@@ -52,7 +65,12 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> Starlette:
         """Give Serve the HTTP side; Serve itself echoes X-Request-Id."""
         return create_app(
-            self._service, self._client, self._config, self._metrics, echo_request_id=False
+            self._service,
+            self._client,
+            self._config,
+            self._metrics,
+            tracing=self._tracing,
+            echo_request_id=False,
         )
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
@@ -93,6 +111,8 @@ class Ingress:
 
     async def __del__(self) -> None:
         """Close the token sink; Serve awaits this when the replica has drained."""
+        if tracing := getattr(self, "_tracing", None):
+            await asyncio.to_thread(tracing.shutdown)
         if client := getattr(self, "_client", None):
             await client.close()
 

@@ -7,40 +7,17 @@ through the load balancer reaches any one of them. Per-token cost: one histogram
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from replicas.wire import ReplicaLoad, ServiceStatus
+from replicas.histograms import INTER_TOKEN_BUCKETS_S, LATENCY_BUCKETS_S, REQUEST_BUCKETS_S
+from replicas.load_metrics import LOAD_COUNTERS, LOAD_FIELDS, load_metric_name
+from replicas.wire import ServiceStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-_TTFT_BUCKETS = (
-    *(0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-_ITL_BUCKETS = (
-    *(0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
-)
-_E2E_BUCKETS = (0.1, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
-
-# Fields of ReplicaLoad that only grow since the replica's start; the others are gauges.
-_COUNTERS = frozenset(
-    {
-        "num_steps",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_cached_tokens",
-        "num_output_tokens",
-        "num_draft_tokens",
-        "num_accepted_tokens",
-        "num_compiles_after_warmup",
-    }
-)
 
 
 class IngressMetrics:
@@ -61,7 +38,7 @@ class IngressMetrics:
             "systole_request_duration_seconds",
             "From the arrival of a request to its last byte.",
             ["ingress", "endpoint"],
-            buckets=_E2E_BUCKETS,
+            buckets=REQUEST_BUCKETS_S,
             registry=registry,
         )
         self.in_progress = Gauge(
@@ -71,14 +48,21 @@ class IngressMetrics:
             "systole_time_to_first_token_seconds",
             "From the arrival of a request to the first token of each choice.",
             label,
-            buckets=_TTFT_BUCKETS,
+            buckets=LATENCY_BUCKETS_S,
             registry=registry,
         ).labels(ingress_id)
         self.inter_token_latency = Histogram(
             "systole_inter_token_latency_seconds",
             "Between consecutive deliveries of tokens of one choice.",
             label,
-            buckets=_ITL_BUCKETS,
+            buckets=INTER_TOKEN_BUCKETS_S,
+            registry=registry,
+        ).labels(ingress_id)
+        self.time_per_output_token = Histogram(
+            "systole_time_per_output_token_seconds",
+            "Mean over the tokens of a choice after its first; one observation a choice.",
+            label,
+            buckets=INTER_TOKEN_BUCKETS_S,
             registry=registry,
         ).labels(ingress_id)
         self.open_sequences = Gauge(
@@ -133,16 +117,15 @@ class _StatusCollector(Collector):
             "Requests that the router sent and that have not ended.",
             value=self._status.num_inflight,
         )
-        for field in fields(ReplicaLoad):
-            samples = [(i, getattr(load, field.name)) for i, load in self._status.replicas.items()]
-            yield _family(field.name, samples)
+        for field in LOAD_FIELDS:
+            samples = [(i, getattr(load, field)) for i, load in self._status.replicas.items()]
+            yield _family(field, samples)
 
 
-def _family(name: str, samples: Iterable[tuple[str, float]]) -> Metric:
-    family_type = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
-    stem = "step_seconds" if name == "step_s" else name.removeprefix("num_")
-    help_text = f"ReplicaLoad.{name} of each replica."
-    family = family_type(f"systole_engine_{stem}", help_text, labels=["replica"])
+def _family(field: str, samples: Iterable[tuple[str, float]]) -> Metric:
+    family_type = CounterMetricFamily if field in LOAD_COUNTERS else GaugeMetricFamily
+    help_text = f"ReplicaLoad.{field} of each replica."
+    family = family_type(load_metric_name(field), help_text, labels=["replica"])
     for replica_id, value in samples:
         family.add_metric([replica_id], value)
     return family

@@ -7,7 +7,7 @@ what the parts do with their configurations.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,8 @@ from app.ingress_config import IngressConfig
 from app.json_types import is_object
 from app.router.core import RouterConfig
 from app.tool_calls.styles import CallStyle, ReasoningStyle
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, TracingConfig
+from replicas.tracing import check_exporter
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
 _MODEL_FILES = ("config.json", "tokenizer.json")
@@ -58,6 +59,7 @@ class Settings:
         router: limits of the router.
         ingress: the HTTP edge.
         num_ingress_replicas: processes that speak HTTP, about one core each under load.
+        tracing: where the spans of all of them go.
     """
 
     engine: EngineConfig
@@ -65,6 +67,7 @@ class Settings:
     router: RouterConfig
     ingress: IngressConfig
     num_ingress_replicas: int
+    tracing: TracingConfig
 
 
 class _Section(BaseModel):
@@ -101,6 +104,7 @@ class _Args(_Section):
     replicas: _Replicas = _Replicas()
     router: RouterConfig = RouterConfig()
     ingress: _Ingress = _Ingress()
+    tracing: TracingConfig = TracingConfig()
 
 
 def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settings:
@@ -129,6 +133,11 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
     except ValidationError as error:
         raise ConfigError(_describe(error)) from None
     ingress = parsed.ingress
+    try:
+        check_exporter(parsed.tracing)
+    except ValueError as error:
+        raise ConfigError(f"tracing: {error}") from None
+    trace_directory = str(root / Path(parsed.tracing.directory).expanduser())
     keys_file = None if ingress.api_keys_file is None else root / ingress.api_keys_file
     admin_file = None if ingress.admin_keys_file is None else root / ingress.admin_keys_file
     return Settings(
@@ -148,6 +157,7 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
             reasoning_style=None if ingress.reasoning_style == "auto" else ingress.reasoning_style,
         ),
         num_ingress_replicas=ingress.num_replicas,
+        tracing=replace(parsed.tracing, directory=trace_directory),
     )
 
 

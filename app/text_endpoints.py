@@ -16,8 +16,9 @@ from starlette.types import Send
 
 from app.anthropic_schema import CountTokensRequest, parse_messages
 from app.asgi import ClientDisconnected, cancel_on_disconnect, json_response, read_body
-from app.completion_endpoint import CLIENT_CLOSED_REQUEST, CountedResponse
+from app.completion_endpoint import CountedResponse
 from app.completion_service import CompletionService, first_leaf
+from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.openai_schema import parse_json
@@ -64,7 +65,7 @@ class TextEndpoints:
         return self._respond(request, self._count_tokens)
 
     def _respond(self, request: Request, answer: Answer) -> Response:
-        async def send_answer(request: Request, send: Send) -> int:
+        async def send_answer(request: Request, send: Send, _: HttpTrace | None) -> int:
             try:
                 body = await read_body(request, max_bytes=self._config.max_body_bytes)
                 async with cancel_on_disconnect(request.receive):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from replicas.engine.buckets import make_buckets, smallest_bucket
+from replicas.engine.buckets import Bucket, make_buckets, smallest_bucket
 from replicas.engine.engine import Engine, StepOutput
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.scheduler import Scheduler, StepPlan
@@ -29,6 +29,7 @@ class ConstantTimeRunner:
     def __init__(self, step_s: float, *, num_slots: int, pages_per_seq: int) -> None:
         self._step_s = step_s
         self._free_at_s = 0.0
+        self.last_bucket: Bucket | None = None
         table = SlotTable(
             num_slots=num_slots, pages_per_seq=pages_per_seq, vocab_size=_FAKE_VOCAB_SIZE
         )
@@ -44,6 +45,7 @@ class ConstantTimeRunner:
         bucket = smallest_bucket(
             self._buckets, num_tokens=plan.num_tokens, num_seqs=len(plan.scheduled)
         )
+        self.last_bucket = bucket
         self._layouts[bucket].pack(plan)
         self._free_at_s = max(self._free_at_s, time.monotonic()) + self._step_s
         return self._free_at_s, len(plan.scheduled)

@@ -22,6 +22,8 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 RouterScoring = Literal["softmax", "sigmoid"]
 CompilerOption = bool | int | float | str
 
+TraceExporter = Literal["none", "file", "otlp"]
+
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -417,6 +419,33 @@ class EngineConfig:
             raise ValueError(
                 "1 <= prompt_lookup_min <= prompt_lookup_max <= 8 is needed, got "
                 f"{self.prompt_lookup_min} and {self.prompt_lookup_max}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """Where the spans of requests go; see replicas/tracing.py.
+
+    Attributes:
+        exporter: "none" is off; "file" writes JSON lines, a file for each process; "otlp" sends
+            OTLP over HTTP.
+        directory: of exporter "file", on each node.
+        endpoint: of exporter "otlp", for example http://127.0.0.1:4318/v1/traces.
+        sample_ratio: share of the requests without a trace of their client's that are traced, in
+            [0, 1]. A client that sends a traceparent decides itself.
+    """
+
+    exporter: TraceExporter = "none"
+    directory: str = ".cache/traces"
+    endpoint: str | None = None
+    sample_ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sample_ratio <= 1:
+            raise ValueError(f"sample_ratio must be in [0, 1], got {self.sample_ratio}")
+        if self.exporter == "otlp" and self.endpoint is None:
+            raise ValueError(
+                "exporter 'otlp' needs an endpoint, e.g. http://127.0.0.1:4318/v1/traces"
             )
 
 

@@ -21,9 +21,10 @@ from ray.experimental.internal_kv import (
     _internal_kv_del,  # pyright: ignore[reportPrivateUsage]
     _internal_kv_put,  # pyright: ignore[reportPrivateUsage]
 )
-from ray.serve import metrics
 
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, TracingConfig
+from replicas.engine.step_stats import StepStats
+from replicas.engine_metrics import EngineMetrics
 from replicas.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -32,7 +33,9 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.load_events import LoadEvents
+from replicas.request_trace import record_request
 from replicas.token_stream import TokenStream
+from replicas.tracing import start_tracing
 from replicas.wire import (
     STARTUP_NAMESPACE,
     GenerateRequest,
@@ -76,6 +79,11 @@ class RunningEngine(Protocol):
         """Return the load now."""
         ...
 
+    @property
+    def step_stats(self) -> StepStats:
+        """What the steps took and held so far."""
+        ...
+
     def check_health(self) -> None:
         """Raise EngineDead when the device thread is dead or stuck."""
         ...
@@ -104,12 +112,19 @@ class EngineDeployment:
 
     _engine: RunningEngine | None = None  # also when the constructor fails, for __del__
 
-    def __init__(self, config: EngineConfig, start_engine: StartEngine | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        start_engine: StartEngine | None = None,
+        *,
+        tracing: TracingConfig | None = None,
+    ) -> None:
         """Begin to start the engine; `check_health` waits for it, so Serve routes nothing before.
 
         Args:
             config: what to run.
             start_engine: how to start it; None: the JAX engine.
+            tracing: where the spans of requests go; None: nowhere.
         """
         context = serve.get_replica_context()
         self._replica_id = context.replica_id.unique_id
@@ -120,6 +135,9 @@ class EngineDeployment:
         self._stream = TokenStream(self._replica_id, self._abort)
         self._events: LoadEvents | None = None
         self._metrics = EngineMetrics()
+        self._tracing = start_tracing(
+            tracing or TracingConfig(), service="engine", instance=self._replica_id
+        )
         self._watch: asyncio.Task[None] | None = None
         self._sent = threading.Event()
         self._started = self._loop.create_task(self._start())
@@ -144,11 +162,13 @@ class EngineDeployment:
                 replica_id=self._replica_id,
             )
         started_at = time.monotonic()
+        start_ns = time.time_ns()
         try:
             outcome = self._stream.open(request)
         except ServingError as error:
             return error
         is_over = False
+        answer: GenerateResult | ServingError | None = None
         ending = "cancelled"
         try:
             engine.submit(request)
@@ -159,19 +179,31 @@ class EngineDeployment:
             return answer
         except TimeoutError:
             ending = "deadline"
-            return DeadlineExceeded(
+            answer = DeadlineExceeded(
                 f"the request did not finish within its time budget of {request.timeout_s} s"
             )
+            return answer
         except ServingError as error:
             ending = "refused"
             if isinstance(error, EngineError):
                 error.replica_id = self._replica_id
-            return error
+            answer = error
+            return answer
         finally:
             if not is_over:
                 engine.abort(request.request_id)
                 self._stream.close(request.request_id)
-            self._metrics.observe_request(ending, time.monotonic() - started_at)
+            duration_s = time.monotonic() - started_at
+            self._metrics.observe_request(ending, duration_s, answer)
+            if self._tracing is not None:
+                record_request(
+                    self._tracing,
+                    request,
+                    answer,
+                    replica_id=self._replica_id,
+                    start_ns=start_ns,
+                    end_ns=start_ns + round(duration_s * 1e9),
+                )
 
     async def subscribe(self, address: SinkAddress) -> str:
         """Push load to a router's event sink until it stops renewing; return the replica's id."""
@@ -199,6 +231,8 @@ class EngineDeployment:
         engine, self._engine = self._engine, None
         if engine is None:
             return
+        if self._tracing is not None:
+            self._tracing.shutdown()
         if self._watch is not None:
             self._watch.cancel()
         if self._events is not None:
@@ -249,6 +283,8 @@ class EngineDeployment:
         """Keep the metrics fresh; when the engine dies, tell the callers before Serve finds out."""
         while True:
             self._metrics.observe_load(engine.load())
+            self._metrics.observe_steps(engine.step_stats)
+            self._metrics.observe_stream(self._stream)
             try:
                 engine.check_health()
             except EngineDead as error:
@@ -294,58 +330,3 @@ class ProgressReport:
     def clear(self) -> None:
         """Withdraw the report: the replica has started."""
         _internal_kv_del(self._key, namespace=STARTUP_NAMESPACE)
-
-
-class EngineMetrics:
-    """Prometheus series of one replica (Serve adds deployment, replica and application)."""
-
-    def __init__(self) -> None:
-        self._load = ReplicaLoad()
-        self._requests = metrics.Counter(
-            "systole_engine_requests",
-            description="Requests that ended, by how.",
-            tag_keys=("ending",),
-        )
-        self._request_s = metrics.Histogram(
-            "systole_engine_request_seconds",
-            description="Time from a request's arrival at the replica to its end.",
-            boundaries=[0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600],
-        )
-        self._gauges = {
-            name: metrics.Gauge(f"systole_engine_{name}", description=f"ReplicaLoad.{name}.")
-            for name in (
-                "num_running",
-                "num_waiting",
-                "num_free_pages",
-                "num_pending_prefill_tokens",
-                "num_compiles_after_warmup",
-                "step_s",
-            )
-        }
-        self._counters = {
-            name: metrics.Counter(f"systole_engine_{name}", description=f"ReplicaLoad.{name}.")
-            for name in (
-                "num_steps",
-                "num_preemptions",
-                "num_prompt_tokens",
-                "num_cached_tokens",
-                "num_output_tokens",
-                "num_draft_tokens",
-                "num_accepted_tokens",
-            )
-        }
-
-    def observe_request(self, ending: str, duration_s: float) -> None:
-        """Count a request that ended."""
-        self._requests.inc(tags={"ending": ending})
-        self._request_s.observe(duration_s)
-
-    def observe_load(self, load: ReplicaLoad) -> None:
-        """Export a load; called about once a second."""
-        for name, gauge in self._gauges.items():
-            gauge.set(getattr(load, name))
-        for name, counter in self._counters.items():
-            grown = getattr(load, name) - getattr(self._load, name)
-            if grown > 0:
-                counter.inc(grown)
-        self._load = load

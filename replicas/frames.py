@@ -154,6 +154,7 @@ def pack_result(result: GenerateResult) -> list[object]:
         result.num_prompt_tokens,
         result.num_cached_tokens,
         result.queue_s,
+        result.first_token_s,
     ]
 
 
@@ -164,7 +165,7 @@ def unpack_result(fields: Sequence[Any], *, request_id: str, replica_id: str) ->
         FrameError: wrong number or type of fields.
     """
     try:
-        finish_reason, num_output, num_prompt, num_cached, queue_s = fields
+        finish_reason, num_output, num_prompt, num_cached, queue_s, first_token_s = fields
         return GenerateResult(
             request_id=request_id,
             finish_reason=FinishReason(finish_reason),
@@ -173,6 +174,7 @@ def unpack_result(fields: Sequence[Any], *, request_id: str, replica_id: str) ->
             num_cached_tokens=int(num_cached),
             replica_id=replica_id,
             queue_s=float(queue_s),
+            first_token_s=None if first_token_s is None else float(first_token_s),
         )
     except (TypeError, ValueError) as error:
         raise FrameError(f"malformed result: {error}") from error

@@ -194,6 +194,11 @@ class SinkLink:
         """Whether `write` reaches the sink."""
         return self._connection is not None and self._connection.is_ready
 
+    @property
+    def num_buffered_bytes(self) -> int:
+        """What the kernel has not taken yet; 0 without a connection."""
+        return 0 if self._connection is None else self._connection.num_buffered_bytes()
+
     def write(self, frame: bytes) -> bool:
         """Send a frame on a ready link.
 

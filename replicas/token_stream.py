@@ -148,6 +148,11 @@ class TokenStream:
         """Sinks with a link."""
         return len(self._sinks)
 
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes of all sinks that the kernel has not taken yet."""
+        return sum(sink.link.num_buffered_bytes for sink in self._sinks.values())
+
     def open(self, request: GenerateRequest) -> asyncio.Future[Outcome]:
         """Expect tokens of a request, and connect to its sink if this is its first one.
 

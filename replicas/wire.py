@@ -251,6 +251,7 @@ class GenerateResult:
         num_cached_tokens: prompt tokens found in the prefix cache.
         replica_id: the replica that ran it.
         queue_s: seconds between arrival at the engine and the first step that contained it.
+        first_token_s: seconds between arrival at the engine and its first token, or None.
     """
 
     request_id: str
@@ -260,6 +261,7 @@ class GenerateResult:
     num_cached_tokens: int
     replica_id: str = ""
     queue_s: float = 0.0
+    first_token_s: float | None = None
 
 
 class TokenDelta(NamedTuple):

@@ -10,6 +10,7 @@ import random
 import zlib
 from collections.abc import Sequence
 
+from replicas.engine.buckets import Bucket
 from replicas.engine.engine import Engine, StepOutput
 from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
@@ -37,13 +38,14 @@ class FakeRunner:
 
     def __init__(self, *, num_pages: int, page_size: int, num_slots: int) -> None:
         self.num_compiles_after_warmup = 0
+        self.last_bucket: Bucket | None = None
         self.plans: list[StepPlan] = []
         self._page_size = page_size
         self._pages: list[list[int | None]] = [[None] * page_size for _ in range(num_pages)]
         self._last_token_ids = [-1] * num_slots
 
     def launch(self, plan: StepPlan) -> StepOutput:
-        self.plans.append(plan)
+        self._note(plan)
         reads = [self._write(part) for part in plan.scheduled]
         sampled = [next_token([-1 if t is None else t for t in row]) for row in reads]
         for part, token_id in zip(plan.scheduled, sampled, strict=True):
@@ -53,6 +55,11 @@ class FakeRunner:
 
     def fetch(self, step: StepOutput) -> StepOutput:
         return step
+
+    def _note(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+        num_rows = -(-plan.num_tokens // 8) * 8
+        self.last_bucket = Bucket(num_rows, min(num_rows, 8))
 
     def _write(self, part) -> list[int | None]:
         sequence, end = part.sequence, part.start + part.num_tokens
@@ -79,7 +86,7 @@ class DraftingFakeRunner(FakeRunner):
         self._lengths = [0] * num_slots
 
     def launch(self, plan: StepPlan) -> StepOutput:
-        self.plans.append(plan)
+        self._note(plan)
         num_drafts = 0
         token_ids: list[list[int]] = []
         for part in plan.scheduled:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from replicas.config import EngineConfig
+from replicas.engine.step_stats import StepStats
 from replicas.errors import ContextLengthExceeded, EngineDead
 from replicas.wire import (
     FinishReason,
@@ -60,6 +61,7 @@ class _FakeSequence:
     request: GenerateRequest
     arrived_at: float
     started_at: float = 0.0
+    first_token_at: float | None = None
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -118,6 +120,10 @@ class FakeEngineLoop:
         with self._lock:
             return self._load()
 
+    @property
+    def step_stats(self) -> StepStats:
+        return StepStats()
+
     def check_health(self) -> None:
         if self._death is not None:
             raise EngineDead(self._death)
@@ -175,6 +181,8 @@ class FakeEngineLoop:
         tokens = (*request.prompt_token_ids, *sequence.tokens)
         token = fake_token(tokens[-1], len(tokens), seed=request.sampling.seed)
         sequence.tokens.append(token)
+        if sequence.first_token_at is None:
+            sequence.first_token_at = time.monotonic()
         self._num_output_tokens += 1
         if token in request.sampling.stop_token_ids:
             return self._end(sequence, (token,), FinishReason.STOP)
@@ -200,7 +208,7 @@ class FakeEngineLoop:
     def _end(
         self, sequence: _FakeSequence, token_ids: tuple[int, ...], reason: FinishReason
     ) -> TokenDelta:
-        request = sequence.request
+        request, first = sequence.request, sequence.first_token_at
         result = GenerateResult(
             request_id=request.request_id,
             finish_reason=reason,
@@ -208,6 +216,7 @@ class FakeEngineLoop:
             num_prompt_tokens=len(request.prompt_token_ids),
             num_cached_tokens=0,
             queue_s=max(0.0, sequence.started_at - sequence.arrived_at),
+            first_token_s=None if first is None else first - sequence.arrived_at,
         )
         return TokenDelta(
             request_id=request.request_id,

@@ -41,8 +41,12 @@ from app.router.core import (
     Ticked,
 )
 from app.router.event_sink import EventSink
+from app.router.trace import RouterTrace
+from replicas.config import TracingConfig
 from replicas.errors import EngineDead, EngineNotReady, ServingError
+from replicas.histograms import CPU_TIME_BUCKETS_S, LATENCY_BUCKETS_S
 from replicas.page_keys import hash_prompt, hash_root
+from replicas.tracing import start_tracing
 from replicas.wire import (
     STARTUP_NAMESPACE,
     GenerateRequest,
@@ -79,14 +83,25 @@ class _Call:
 class RouterDeployment:
     """One router replica. Bind undecorated; its options come from the configuration."""
 
-    def __init__(self, engine: DeploymentHandle[Any], config: RouterConfig | None = None) -> None:
+    def __init__(
+        self,
+        engine: DeploymentHandle[Any],
+        config: RouterConfig | None = None,
+        *,
+        tracing: TracingConfig | None = None,
+    ) -> None:
         """Begin to look for replicas.
 
         Args:
             engine: handle of the engine deployment, whose request router is PinnedRequestRouter.
             config: limits; None takes the defaults.
+            tracing: where the spans of requests go; None: nowhere.
         """
-        self._app_name = serve.get_replica_context().app_name
+        context = serve.get_replica_context()
+        self._app_name = context.app_name
+        self._tracing = start_tracing(
+            tracing or TracingConfig(), service="router", instance=context.replica_id.unique_id
+        )
         self._core = RouterCore(config or RouterConfig(), random.Random())
         self._loop = asyncio.get_running_loop()
         self._calls: dict[str, _Call] = {}
@@ -113,11 +128,27 @@ class RouterDeployment:
             How it ended; Overloaded, EngineNotReady or DeadlineExceeded when no replica took it;
             EngineDead with the replica's id when the replica was lost while it ran.
         """
+        if self._tracing is None:
+            return await self._run(request, None)
+        trace = RouterTrace(self._tracing, request)
+        answer: GenerateResult | ServingError | None = None
+        try:
+            answer = await self._run(
+                dataclasses.replace(request, traceparent=trace.traceparent), trace
+            )
+            return answer
+        finally:
+            trace.ended(answer)
+
+    async def _run(
+        self, request: GenerateRequest, trace: RouterTrace | None
+    ) -> GenerateResult | ServingError:
+        """Try replicas until one has taken the request, or too many have refused it."""
         deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
         excluded = request.excluded_replicas
         request = dataclasses.replace(request, page_keys=self._hash_pages(request))
         while True:
-            answer = await self._attempt(request, deadline, excluded)
+            answer = await self._attempt(request, deadline, excluded, trace)
             refused_by = answer.replica_id if isinstance(answer, EngineNotReady) else None
             if refused_by is None or len(excluded) - len(request.excluded_replicas) == MAX_REFUSALS:
                 self._metrics.observe_answer(answer)
@@ -163,12 +194,17 @@ class RouterDeployment:
         return hash_prompt(root, request.prompt_token_ids, page_size=page_size)
 
     async def _attempt(
-        self, request: GenerateRequest, deadline: float | None, excluded: tuple[str, ...]
+        self,
+        request: GenerateRequest,
+        deadline: float | None,
+        excluded: tuple[str, ...],
+        trace: RouterTrace | None,
     ) -> GenerateResult | ServingError:
         request_id = request.request_id
         call = _Call()
         num_output_tokens: int | None = None
         self._calls[request_id] = call
+        queued_ns, began_s = time.time_ns(), time.perf_counter()
         try:
             self._feed(
                 RequestArrived(
@@ -184,7 +220,11 @@ class RouterDeployment:
                     tpot_target_s=request.hints.tpot_target_s,
                 )
             )
+            decision_s = time.perf_counter() - began_s
             target = await call.target
+            self._metrics.observe_decision(time.perf_counter() - began_s, decision_s=decision_s)
+            if trace is not None:
+                trace.decided(target, queued_ns=queued_ns, decision_s=decision_s)
             if isinstance(target, ServingError):
                 return target
             if deadline is not None:
@@ -257,6 +297,11 @@ class RouterDeployment:
         self._wakeup, self._wakeup_at = None, math.inf
         self._feed(Ticked(is_second=False))
 
+    def __del__(self) -> None:
+        """Export the last spans; Serve calls this once every ongoing request has ended."""
+        if tracing := getattr(self, "_tracing", None):
+            tracing.shutdown()
+
     async def _keep_ticking(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
@@ -306,6 +351,16 @@ class RouterMetrics:
             description="Requests answered, by how.",
             tag_keys=("answer",),
         )
+        self._queue_s = metrics.Histogram(
+            "systole_router_queue_time_seconds",
+            description="From a request's arrival at the router to the choice of its replica.",
+            boundaries=list(LATENCY_BUCKETS_S),
+        )
+        self._decision_s = metrics.Histogram(
+            "systole_router_decision_time_seconds",
+            description="What the router's core takes to take in a request, choice included.",
+            boundaries=list(CPU_TIME_BUCKETS_S),
+        )
         self._queued = metrics.Gauge(
             "systole_router_num_queued", description="Requests that wait in the router."
         )
@@ -318,6 +373,11 @@ class RouterMetrics:
         self._replicas = metrics.Gauge(
             "systole_router_num_replicas", description="Replicas that take requests."
         )
+
+    def observe_decision(self, queue_s: float, *, decision_s: float) -> None:
+        """Time one wait for a replica, and the core's part in it."""
+        self._queue_s.observe(queue_s)
+        self._decision_s.observe(decision_s)
 
     def observe_answer(self, answer: GenerateResult | ServingError) -> None:
         """Count a request that ended."""

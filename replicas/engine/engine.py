@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from replicas.engine.buckets import Bucket
 from replicas.engine.request_check import check_request
 from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from replicas.engine.sequence import Sequence, SequenceStatus
+from replicas.engine.step_stats import StepStats
 from replicas.page_keys import PageKey, hash_root
 from replicas.wire import (
     FinishReason,
@@ -65,6 +67,11 @@ class Runner[StepT](Protocol):
         """Compilations since warm-up."""
         ...
 
+    @property
+    def last_bucket(self) -> Bucket | None:
+        """What the latest launch was padded to; None before the first."""
+        ...
+
     def launch(self, plan: StepPlan) -> StepT:
         """Start a step."""
         ...
@@ -110,6 +117,7 @@ class Engine[StepT]:
         self.scheduler = scheduler
         self.model_info = model_info
         self.times = StepTimes()
+        self.stats = StepStats()
         self._runner = runner
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
@@ -198,6 +206,7 @@ class Engine[StepT]:
             postprocess=self._clock() - fetched_at,
         )
         self._busy_s += self.times.total
+        self.stats.add(self.times, plan, self._runner.last_bucket)
         cache = self.scheduler.allocator.take_changes()
         return StepEvents(deltas=tuple(deltas), load=self.load(), cache=cache)
 
@@ -307,6 +316,8 @@ class Engine[StepT]:
         sequence.num_inflight_drafts -= part.num_drafts
         known, reason = sequence.token_ids, None
         first = len(known)
+        if first == sequence.num_prompt_tokens:
+            sequence.first_token_s = self._clock()
         for token_id in token_ids:
             known.append(token_id)
             if token_id in sequence.stop_token_ids:
@@ -338,7 +349,7 @@ class Engine[StepT]:
     def _end_delta(
         self, sequence: Sequence, token_ids: tuple[int, ...], reason: FinishReason
     ) -> TokenDelta:
-        request, first = sequence.request, sequence.first_step_s
+        request, first, token = sequence.request, sequence.first_step_s, sequence.first_token_s
         result = GenerateResult(
             request_id=request.request_id,
             finish_reason=reason,
@@ -346,6 +357,7 @@ class Engine[StepT]:
             num_prompt_tokens=sequence.num_prompt_tokens,
             num_cached_tokens=sequence.num_cached_tokens,
             queue_s=(self._clock() if first is None else first) - sequence.arrival_s,
+            first_token_s=None if token is None else token - sequence.arrival_s,
         )
         return TokenDelta(
             request_id=request.request_id,

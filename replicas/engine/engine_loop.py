@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas.engine.engine import Engine
+from replicas.engine.step_stats import StepStats
 from replicas.errors import EngineDead, EngineNotReady, InvalidRequest
 from replicas.wire import GenerateRequest, ModelInfo, ReplicaLoad, StepEvents
 
@@ -100,6 +101,11 @@ class EngineLoop:
     def load(self) -> ReplicaLoad:
         """Load after the last step."""
         return self._load
+
+    @property
+    def step_stats(self) -> StepStats:
+        """What the steps took and held; read-only, and a step may be half counted."""
+        return self._engine.stats
 
     def check_health(self) -> None:
         """Return if the device thread lives.

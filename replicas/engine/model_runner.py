@@ -159,6 +159,7 @@ class ModelRunner:
         self._layouts = {bucket: layout_of(bucket) for bucket in self._buckets}
         self._programs: dict[Bucket, Any] = {}
         self._write_slot: Any = None
+        self._last_bucket: Bucket | None = None
         self._counter = CompileCounter()
         self._num_compiles_at_warmup = 0
 
@@ -166,6 +167,11 @@ class ModelRunner:
     def buckets(self) -> tuple[Bucket, ...]:
         """Shapes of all programs, smallest first."""
         return self._buckets
+
+    @property
+    def last_bucket(self) -> Bucket | None:
+        """What the latest launch was padded to; None before the first."""
+        return self._last_bucket
 
     @property
     def num_compiles_after_warmup(self) -> int:
@@ -196,6 +202,7 @@ class ModelRunner:
             num_tokens=plan.num_tokens,
             num_seqs=len(plan.scheduled) + plan.num_drafts,
         )
+        self._last_bucket = bucket
         layout = self._layouts[bucket]
         packed = layout.pack(plan)
         for row in self._table.take_new_rows():

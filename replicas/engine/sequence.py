@@ -43,6 +43,7 @@ class Sequence:
         first_output: position of the first output token; before a migration's own, which its prompt
             holds.
         first_step_s: clock at the first step that contained it, or None.
+        first_token_s: clock when its first output token was known, or None.
         num_admissions: how often it got a slot; more than 1 after a preemption.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
         stop_token_ids: ids that end the output.
@@ -58,6 +59,7 @@ class Sequence:
         "arrival_s",
         "first_output",
         "first_step_s",
+        "first_token_s",
         "max_total_tokens",
         "next_page_end",
         "next_prompt_logprob",
@@ -102,6 +104,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.arrival_s = arrival_s
         self.first_step_s: float | None = None
+        self.first_token_s: float | None = None
         self.num_admissions = 0
         self.num_cached_tokens = 0
         sampling = request.sampling

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -21,7 +23,7 @@ from app.client import LLMClient
 from app.router.core import RouterConfig
 from app.router.deployment import RouterDeployment
 from app.router.pinned import PinnedRequestRouter
-from replicas.config import EngineConfig
+from replicas.config import EngineConfig, TracingConfig
 from replicas.deployment import EngineDeployment
 from replicas.errors import (
     ContextLengthExceeded,
@@ -50,6 +52,7 @@ def deploy(
     num_replicas: int = 1,
     router: RouterConfig | None = None,
     env_vars: dict[str, str] | None = None,
+    tracing: TracingConfig | None = None,
 ) -> DeploymentHandle[Any]:
     actor_options = {"num_cpus": 0, "runtime_env": {"env_vars": env_vars or {}}}
     engine = serve.deployment(
@@ -62,14 +65,14 @@ def deploy(
         graceful_shutdown_timeout_s=30,
         health_check_period_s=1,
         graceful_shutdown_wait_loop_s=0.1,
-    ).bind(EngineConfig(model="fake"), StartFakeEngine(options))
+    ).bind(EngineConfig(model="fake"), StartFakeEngine(options), tracing=tracing)
     router_app = serve.deployment(
         RouterDeployment,
         name="Router",
         max_ongoing_requests=1000,
         ray_actor_options=actor_options,
         graceful_shutdown_wait_loop_s=0.1,
-    ).bind(engine, router or RouterConfig())
+    ).bind(engine, router or RouterConfig(), tracing=tracing)
     return serve.run(router_app, name=name, route_prefix=None)
 
 
@@ -112,13 +115,54 @@ async def connected(
         await client.close()
 
 
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the two replicas and their router write their spans."""
+    return tmp_path_factory.mktemp("traces")
+
+
 @pytest.fixture(scope="module", params=["separate threads", "one loop"])
 def two_replicas(
-    serve_port: int, request: pytest.FixtureRequest
+    serve_port: int, traces: Path, request: pytest.FixtureRequest
 ) -> Iterator[DeploymentHandle[Any]]:
     env_vars = ONE_LOOP if request.param == "one loop" else {}
-    yield deploy("two", FakeEngineOptions(), num_replicas=2, env_vars=env_vars)
+    tracing = TracingConfig(exporter="file", directory=str(traces))
+    yield deploy("two", FakeEngineOptions(), num_replicas=2, env_vars=env_vars, tracing=tracing)
     serve.delete("two")
+
+
+def read_spans(traces: Path, trace_id: str) -> dict[str, dict[str, Any]]:
+    """What has been written of a trace so far, by name."""
+    lines = [line for file in traces.iterdir() for line in file.read_text().splitlines()]
+    spans = [json.loads(line) for line in lines if trace_id in line and line.endswith("}")]
+    return {span["name"]: span for span in spans}
+
+
+async def test_a_request_is_one_trace_through_router_and_replica(
+    two_replicas: DeploymentHandle[Any], traces: Path
+) -> None:
+    trace_id, client_span = secrets.token_hex(16), secrets.token_hex(8)
+    async with connected(two_replicas, num_replicas=2) as client:
+        await client.complete(
+            (1, 2, 3),
+            SamplingParams(max_tokens=3),
+            traceparent=f"00-{trace_id}-{client_span}-01",
+        )
+    give_up_at = time.monotonic() + 20
+    while len(spans := read_spans(traces, trace_id)) < 6:
+        assert time.monotonic() < give_up_at, spans
+        await asyncio.sleep(0.1)
+    names = {span["context"]["span_id"]: name for name, span in spans.items()}
+    assert {n: names.get(s["parent_id"], s["parent_id"]) for n, s in spans.items()} == {
+        "router": f"0x{client_span}",
+        "router.queue": "router",
+        "engine": "router",
+        "engine.queue": "engine",
+        "engine.prefill": "engine",
+        "engine.decode": "engine",
+    }
+    replica = spans["engine"]["attributes"]["systole.replica.id"]
+    assert spans["router.queue"]["attributes"]["systole.replica.id"] == replica
 
 
 async def test_sixteen_parallel_choices_complete(two_replicas: DeploymentHandle[Any]) -> None:

@@ -83,6 +83,7 @@ def test_records_round_trip() -> None:
         num_cached_tokens=2,
         replica_id="a",
         queue_s=0.25,
+        first_token_s=0.5,
     )
     assert unpack_result(pack_result(result), request_id="r", replica_id="a") == result
     load = ReplicaLoad(num_running=1, num_slots=2, step_s=0.5)
@@ -105,7 +106,16 @@ def test_records_round_trip() -> None:
     assert unpack_report(frame, replica_id="a") == report
 
 
-@pytest.mark.parametrize("fields", [[], ["stop", 1, 1, 1, "x"], ["hm", 1, 1, 1, 0.0], [None] * 5])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [],
+        ["stop", 1, 1, 1, "x", None],
+        ["stop", 1, 1, 1, 0.0, "x"],
+        ["hm", 1, 1, 1, 0.0, None],
+        [None] * 6,
+    ],
+)
 def test_a_malformed_result_is_refused(fields: list[object]) -> None:
     with pytest.raises(FrameError):
         unpack_result(fields, request_id="r", replica_id="a")

@@ -622,6 +622,7 @@ async def test_metrics_count_requests_and_show_engines(make_server: MakeServer) 
     num_tokens = whole["usage"]["completion_tokens"]
     assert samples["systole_output_tokens_total", (ingress,)] == num_tokens
     assert samples["systole_inter_token_latency_seconds_count", (ingress,)] == num_tokens - 1
+    assert samples["systole_time_per_output_token_seconds_count", (ingress,)] == 1
     assert samples["systole_prompt_tokens_total", (ingress,)] == whole["usage"]["prompt_tokens"]
     assert samples["systole_cached_prompt_tokens_total", (ingress,)] == 1
     assert samples["systole_request_duration_seconds_count", (path, ingress)] == 2

@@ -48,6 +48,7 @@ def test_every_section_reaches_its_part(root: Path) -> None:
             replicas={"resources": {"TPU": 4}, "autoscaling": {"min_replicas": 1}},
             router={"max_queued_requests": 5},
             ingress={"num_replicas": 2, "api_keys_file": "keys", "keep_alive_s": 1},
+            tracing={"exporter": "file", "directory": "traces", "sample_ratio": 0.5},
         ),
         root=root,
     )
@@ -57,6 +58,8 @@ def test_every_section_reaches_its_part(root: Path) -> None:
     assert settings.replicas.autoscaling == {"min_replicas": 1}
     assert settings.router.max_queued_requests == 5
     assert settings.num_ingress_replicas == 2
+    assert (settings.tracing.exporter, settings.tracing.sample_ratio) == ("file", 0.5)
+    assert settings.tracing.directory == str(root / "traces")
     assert settings.ingress.key_hashes == {hash_key(b"secret")}
     assert hash_key(b"secret") not in repr(settings)
     assert settings.ingress.model_id == "name"
@@ -69,6 +72,10 @@ def test_every_section_reaches_its_part(root: Path) -> None:
         ({"engine": {"colour": 1}}, "engine.colour: there is no such setting"),
         ({"router": {"colour": 1}}, "router.colour: there is no such setting"),
         ({"ingress": {"colour": 1}}, "ingress.colour: there is no such setting"),
+        ({"tracing": {"colour": 1}}, "tracing.colour: there is no such setting"),
+        ({"tracing": {"exporter": "x"}}, "tracing.exporter: .*'otlp'.*got 'x'"),
+        ({"tracing": {"exporter": "otlp"}}, "tracing: exporter 'otlp' needs an endpoint"),
+        ({"tracing": {"sample_ratio": 2}}, r"tracing: sample_ratio must be in \[0, 1\], got 2"),
         ({"replicas": {"colour": 1}}, "replicas.colour: there is no such setting"),
         ({"engine": {"page_size": 7}}, "power of two >= 8, got 7"),
         ({"engine": {"platform": "gpu"}}, "engine.platform: .*'cpu'.*got 'gpu'"),

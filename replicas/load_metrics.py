@@ -1,0 +1,33 @@
+"""How the fields of a ReplicaLoad appear as metrics, on /metrics and on Ray's own endpoints alike.
+
+A count that only grows is a counter; the rest are gauges. Ray adds the prefix `ray_`; both add
+`_total` to counters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from replicas.wire import ReplicaLoad
+
+LOAD_COUNTERS = frozenset(
+    {
+        "num_steps",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_cached_tokens",
+        "num_output_tokens",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "num_compiles_after_warmup",
+    }
+)
+"""Fields of ReplicaLoad that only grow since the replica's start."""
+
+LOAD_FIELDS = tuple(field.name for field in fields(ReplicaLoad))
+
+
+def load_metric_name(field: str) -> str:
+    """Return the metric's name, without prefix or suffix of an exporter."""
+    stem = "step_seconds" if field == "step_s" else field.removeprefix("num_")
+    return f"systole_engine_{stem}"
