@@ -28,7 +28,7 @@ import msgpack
 
 from replicas.wire import FinishReason, GenerateResult, ModelInfo, ReplicaLoad, ReplicaReport
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 4 << 20
 """A frame's body. A step of 1,024 requests takes 60 KB, a resent output of 128k tokens 0.7 MB."""

@@ -11,7 +11,7 @@ import pytest
 
 from app.token_sink import TokenQueue, TokenSink
 from replicas.errors import EngineError, Overloaded
-from replicas.frames import FrameBuffer, FrameKind, pack_frame
+from replicas.frames import PROTOCOL_VERSION, FrameBuffer, FrameKind, pack_frame
 from replicas.token_stream import TokenStream
 from replicas.wire import (
     FinishReason,
@@ -263,7 +263,7 @@ async def test_a_sink_without_the_key_gets_no_tokens(pair: Pair) -> None:
     received = bytearray()
 
     async def impersonate(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(pack_frame(FrameKind.CHALLENGE, 1, b"n" * 32))
+        writer.write(pack_frame(FrameKind.CHALLENGE, PROTOCOL_VERSION, b"n" * 32))
         received.extend(await reader.read(4096))
         writer.write(pack_frame(FrameKind.WELCOME, b"m" * 32, {"r": 0}))
         received.extend(await reader.read(4096))
