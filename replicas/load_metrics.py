@@ -20,6 +20,11 @@ LOAD_COUNTERS = frozenset(
         "num_draft_tokens",
         "num_accepted_tokens",
         "num_compiles_after_warmup",
+        "num_computed_tokens",
+        "num_prefill_tokens",
+        "num_prefill_pairs",
+        "num_context_tokens",
+        "busy_s",
     }
 )
 """Fields of ReplicaLoad that only grow since the replica's start."""
@@ -29,5 +34,7 @@ LOAD_FIELDS = tuple(field.name for field in fields(ReplicaLoad))
 
 def load_metric_name(field: str) -> str:
     """Return the metric's name, without prefix or suffix of an exporter."""
-    stem = "step_seconds" if field == "step_s" else field.removeprefix("num_")
+    stem = field.removeprefix("num_")
+    if stem.endswith("_s"):
+        stem = stem.removesuffix("_s") + "_seconds"
     return f"systole_engine_{stem}"

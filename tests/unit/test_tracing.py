@@ -17,6 +17,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes
 from opentelemetry.semconv.attributes import error_attributes, http_attributes, url_attributes
 
 from app.completion_service import CompletionService
+from app.demands import NO_HINTS
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
@@ -31,6 +32,7 @@ from replicas.wire import (
     GenerateRequest,
     GenerateResult,
     ModelInfo,
+    RoutingHints,
     SamplingParams,
     ServiceStatus,
     TokenDelta,
@@ -84,8 +86,10 @@ class TracedPipeline:
         priority: int = 0,
         cache_salt: str = "",
         traceparent: str | None = None,
+        hints: RoutingHints = NO_HINTS,
     ) -> AsyncGenerator[TokenDelta]:
         request = GenerateRequest(
+            hints=hints,
             request_id=f"{request_id}~1",
             prompt_token_ids=tuple(prompt_token_ids),
             sampling=sampling,
