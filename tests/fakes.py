@@ -322,14 +322,21 @@ class TcpProxy:
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.cut()  # what an accepting task had opened meanwhile
+        await asyncio.sleep(0)  # lets the transports close their sockets
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
         if not self.is_open:
             writer.transport.abort()
             return
+        self._writers.add(writer)
+        accepting = asyncio.current_task()
+        assert accepting is not None
+        self._tasks.add(accepting)
+        accepting.add_done_callback(self._tasks.discard)
         target_reader, target_writer = await asyncio.open_connection(*self._target)
-        self._writers |= {writer, target_writer}
+        self._writers.add(target_writer)
         for source, sink in ((reader, target_writer), (target_reader, writer)):
             task = asyncio.create_task(self._pump(source, sink))
             self._tasks.add(task)

@@ -177,5 +177,5 @@ def test_engine_takes_the_kernels_on_tpus_and_for_the_heads_that_they_take():
     assert resolve(config, narrow, platform="tpu").attention == "pallas"
     assert resolve(config, odd, platform="tpu").attention == "reference"
     assert resolve(config, wide, platform="cpu").attention == "reference"
-    with pytest.raises(ValueError, match="head_dim of 64 or 128, got 'tpu' and 80"):
+    with pytest.raises(ValueError, match="head_dim of 64 or 128, without latents; got 'tpu', 80"):
         resolve(dataclasses.replace(config, attention="pallas"), odd, platform="tpu")
