@@ -5,6 +5,7 @@ Owns no process and prints nothing. Standard library only, one short request at 
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -117,7 +118,9 @@ def _get_json(url: str, headers: Mapping[str, str] | None = None) -> dict[str, A
             content = response.read()
     except urllib.error.HTTPError as error:
         content = error.read()
-    except OSError:
+    except (OSError, http.client.HTTPException):
+        # Not HTTP: a port of the ephemeral range that nobody listens on yet can connect to itself,
+        # and then what comes back is our own request.
         return None
     try:
         body = json.loads(content)

@@ -295,8 +295,8 @@ async def test_errors_arrive_as_the_clients_own_exceptions(
     assert (error.status_code, error.code) == (400, "context_length_exceeded")
     error = await failing(prompt=[1, 10**6])
     assert (error.status_code, error.param) == (400, "prompt")
-    error = await failing(logprobs=5)
-    assert (error.code, error.param) == ("unsupported_parameter", "logprobs")
+    error = await failing(best_of=3)
+    assert (error.code, error.param) == ("unsupported_parameter", "best_of")
     async with service.client("wrong") as stranger:
         with pytest.raises(openai.AuthenticationError):
             await stranger.models.list()

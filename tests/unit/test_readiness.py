@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -85,6 +86,22 @@ def test_a_page_that_is_no_json_is_no_answer(server: Server) -> None:
 
 
 @pytest.mark.parametrize("service_answers", [True, False])
+def test_a_port_that_sends_the_request_back_is_no_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def send_back() -> None:
+            for _ in range(2):  # the service's /ready, then the dashboard
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(connection.recv(1 << 16))
+
+        thread = threading.Thread(target=send_back)
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        assert read_progress(url, url) == read_progress(UNREACHABLE, UNREACHABLE)
+        thread.join()
+
+
 def test_an_application_that_serve_gave_up_ends_the_start(
     server: Server, service_answers: bool
 ) -> None:
