@@ -85,7 +85,6 @@ def test_a_page_that_is_no_json_is_no_answer(server: Server) -> None:
     assert read_progress(server.url, UNREACHABLE).stage == ""
 
 
-@pytest.mark.parametrize("service_answers", [True, False])
 def test_a_port_that_sends_the_request_back_is_no_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -102,6 +101,7 @@ def test_a_port_that_sends_the_request_back_is_no_answer() -> None:
         thread.join()
 
 
+@pytest.mark.parametrize("service_answers", [True, False])
 def test_an_application_that_serve_gave_up_ends_the_start(
     server: Server, service_answers: bool
 ) -> None:
