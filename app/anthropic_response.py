@@ -13,7 +13,8 @@ import orjson
 
 from app.anthropic_errors import event
 from app.anthropic_schema import MessagesRequest, parse_messages
-from app.completion_service import CompletionService, Generation
+from app.completion_service import CompletionService
+from app.generation import Generation
 from app.openai_response import ChoiceOutput, Usage
 from app.tool_calls.message import MessageDelta
 

@@ -23,8 +23,9 @@ from app.asgi import (
     read_body,
 )
 from app.choice import Choice, Piece
-from app.completion_service import CompletionService, Generation
+from app.completion_service import CompletionService
 from app.demands import read_demands
+from app.generation import Generation
 from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
@@ -107,7 +108,7 @@ class CompletionEndpoint:
     async def _stream(self, generation: Generation, send: Send, request_id: str) -> int:
         events = self._event_stream(send, request_id)
         chunks = generation.stream_format()
-        formats = generation.logprob_formats()
+        formats = [generation.logprob_format() for _ in generation.choices]
         num_open = len(generation.choices)
         has_begun = [False] * num_open
 

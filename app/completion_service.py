@@ -12,38 +12,23 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from app.choice import Choice, Piece
-from app.demands import NO_DEMANDS, NO_HINTS, Demands
+from app.generation import Generation
 from app.generation_config import SamplingDefaults
 from app.ingress_config import IngressConfig
-from app.logprobs import (
-    ChatLogprobs,
-    CompletionLogprobs,
-    LogprobFormat,
-    TokenNames,
-    prompt_logprobs,
-)
+from app.logprobs import TokenNames
 from app.metrics import IngressMetrics
-from app.openai_response import (
-    ChatStream,
-    ChoiceOutput,
-    CompletionStream,
-    ResponseHeader,
-    StreamFormat,
-    Usage,
-    chat_body,
-    completion_body,
-)
+from app.openai_response import ChoiceOutput, ResponseHeader
 from app.openai_schema import (
     ChatRequest,
     CompletionRequest,
     GenerationParams,
     parse_request,
 )
+from app.token_client import TokenClient
 from app.tokenizer import Tokenizer
 from app.tool_calls.reader import MessageFormat, MessageReader
 from replicas.errors import (
@@ -54,51 +39,7 @@ from replicas.errors import (
     ServingError,
 )
 from replicas.frames import LogprobBuffer
-from replicas.wire import (
-    MAX_BAD_WORD_TOKENS,
-    ModelInfo,
-    RoutingHints,
-    SamplingParams,
-    ServiceStatus,
-    TokenDelta,
-)
-
-
-class TokenClient(Protocol):
-    """The part of `app.client.LLMClient` that the ingress uses."""
-
-    def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        request_id: str | None = None,
-        timeout_s: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        traceparent: str | None = None,
-        hints: RoutingHints = NO_HINTS,
-    ) -> AsyncGenerator[TokenDelta]:
-        """Stream the tokens of one sequence; closing it aborts the sequence."""
-        ...
-
-    @property
-    def num_open(self) -> int:
-        """Sequences whose tokens are still expected."""
-        ...
-
-    async def status(self) -> ServiceStatus:
-        """Ask the router."""
-        ...
-
-    async def drop_prefix_cache(self) -> int:
-        """Have every replica forget cached pages; return how many did."""
-        ...
-
-    async def close(self) -> None:
-        """Release the sink and all connections."""
-        ...
-
+from replicas.wire import MAX_BAD_WORD_TOKENS, ModelInfo, SamplingParams
 
 _MAX_TRUNCATED = 16
 """Times the context that a prompt may have before it is cut."""
@@ -107,82 +48,6 @@ _STATUS_TIMEOUT_S = 1.5
 
 # Called with a choice, and its new text and tokens.
 Emit = Callable[[Choice, Piece], Awaitable[None]]
-
-
-@dataclass(slots=True, kw_only=True)
-class Generation:
-    """One planned request.
-
-    Attributes:
-        header: what every body and chunk of the response repeats.
-        params: the parsed request.
-        choices: one per prompt and n, in the order of the response.
-        arrived_s: `time.perf_counter()` when the request arrived.
-        names: of tokens in the response.
-        echoes: by prompt, its text where it is part of the output.
-        traceparent: W3C trace context of the request, or None.
-        demands: how soon and how fast the client wants it.
-        first_token_s: seconds from its arrival to the first token of any choice, or None.
-    """
-
-    header: ResponseHeader
-    params: CompletionRequest | ChatRequest
-    choices: Sequence[Choice]
-    arrived_s: float
-    names: TokenNames
-    echoes: Sequence[str] = ()
-    traceparent: str | None = None
-    demands: Demands = NO_DEMANDS
-    first_token_s: float | None = None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether the response shows the log-probabilities of the output."""
-        return self.params.num_logprobs is not None
-
-    def logprob_formats(self) -> list[LogprobFormat]:
-        """Return how each choice's log-probabilities are shown."""
-        kind = ChatLogprobs if isinstance(self.params, ChatRequest) else CompletionLogprobs
-        return [kind(self.names) for _ in self.choices]
-
-    def echo(
-        self, choice: Choice, logprobs: LogprobFormat
-    ) -> tuple[str, dict[str, Any] | None] | None:
-        """What precedes a choice's output in its text, with log-probabilities; None: nothing."""
-        if not self.echoes:
-            return None
-        text = self.echoes[choice.index // self.params.n]
-        if not self.wants_logprobs:
-            return text, None
-        entries = [None, *(choice.prompt_logprobs.since(0) or ())]
-        return text, logprobs.render(choice.prompt_token_ids, entries)
-
-    def usage(self) -> Usage:
-        """Return the tokens of all choices so far."""
-        prompts = [choice for choice in self.choices if choice.counts_prompt]
-        cached = [choice.num_cached_tokens for choice in prompts]
-        return Usage(
-            prompt_tokens=sum(len(choice.prompt_token_ids) for choice in prompts),
-            completion_tokens=sum(choice.num_tokens for choice in self.choices),
-            cached_tokens=None if None in cached else sum(filter(None, cached)),
-            reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
-        )
-
-    def stream_format(self) -> StreamFormat:
-        """Return how the chunks of this response look."""
-        kind = ChatStream if isinstance(self.params, ChatRequest) else CompletionStream
-        return kind(
-            self.header,
-            include_usage=self.params.stream_options.include_usage,
-            return_token_ids=self.params.return_token_ids,
-        )
-
-    def body(self, outputs: Sequence[ChoiceOutput]) -> bytes:
-        """Render the whole response."""
-        render = chat_body if isinstance(self.params, ChatRequest) else completion_body
-        return render(
-            self.header, outputs, self.usage(), return_token_ids=self.params.return_token_ids
-        )
 
 
 class CompletionService:
@@ -260,8 +125,7 @@ class CompletionService:
         request = parse_request(ChatRequest, body)
         info = await self._check_common(request)
         self._check_num_choices(1, request.n)
-        text = self.chat_text(request)
-        prompt = await self._encode_text(text, request, info, add_special_tokens=False)
+        text, prompt = await self.render_chat(request, info)
         wanted = request.max_output_tokens
         limit = _output_limit(
             len(prompt),
@@ -284,23 +148,18 @@ class CompletionService:
             "chatcmpl", request, [prompt], [limit], info, arrived_s, new_reader=new_reader
         )
 
-    async def render_chat(self, request: ChatRequest, info: ModelInfo) -> Sequence[int]:
-        """Turn a chat into its prompt's tokens.
-
-        Raises:
-            ServingError: the model has no chat template, or the chat does not fit.
-        """
-        return await self._encode_text(
-            self.chat_text(request), request, info, add_special_tokens=False
-        )
-
-    def chat_text(self, request: ChatRequest) -> str:
-        """Render a chat's prompt.
+    async def render_chat(self, request: ChatRequest, info: ModelInfo) -> tuple[str, Sequence[int]]:
+        """Turn a chat into its prompt: as text, and as tokens.
 
         Raises:
             InvalidRequest: the model has no chat template, it refuses the chat, or its calls of
                 tools could not be told from text.
+            ServingError: the chat does not fit.
         """
+        text = self._chat_text(request)
+        return text, await self._encode_text(text, request, info, add_special_tokens=False)
+
+    def _chat_text(self, request: ChatRequest) -> str:
         template = self._tokenizer.chat_template
         if template is None:
             raise InvalidRequest(
@@ -348,7 +207,7 @@ class CompletionService:
             pieces[choice.index].append(piece)
 
         await self.run(generation, keep)
-        return [_output(generation, choice, pieces[choice.index]) for choice in generation.choices]
+        return [generation.output(choice, pieces[choice.index]) for choice in generation.choices]
 
     async def _run_choice(self, generation: Generation, choice: Choice, emit: Emit) -> None:
         metrics, clock = self._metrics, time.perf_counter
@@ -597,38 +456,6 @@ class CompletionService:
         return Generation(
             header=header, params=request, choices=choices, arrived_s=arrived_s, names=names
         )
-
-
-def _output(generation: Generation, choice: Choice, pieces: Sequence[Piece]) -> ChoiceOutput:
-    """Put a finished choice together."""
-    names, text = generation.names, "".join(piece.text for piece in pieces)
-    token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
-    logprobs: dict[str, Any] | None = None
-    if generation.wants_logprobs or generation.echoes:
-        [*_, shape] = generation.logprob_formats()
-        echo = generation.echo(choice, shape)
-        if generation.wants_logprobs:
-            entries = [entry for piece in pieces for entry in piece.logprobs or ()]
-            logprobs = shape.render(token_ids, entries)
-        if echo is not None:
-            text = echo[0] + text
-            if logprobs is not None and echo[1] is not None:
-                logprobs = {name: echo[1][name] + logprobs[name] for name in logprobs}
-    of_prompt: list[dict[str, Any] | None] | None = None
-    if generation.params.prompt_logprobs is not None:
-        entries = [None, *(choice.prompt_logprobs.since(0) or ())]
-        of_prompt = prompt_logprobs(names, choice.prompt_token_ids, entries)
-    return ChoiceOutput(
-        text=text,
-        token_ids=token_ids,
-        prompt_token_ids=choice.prompt_token_ids,
-        finish_reason=choice.finish_reason or "stop",
-        stop_string=choice.stop_string,
-        logprobs=logprobs,
-        prompt_logprobs=of_prompt,
-        reasoning="".join(piece.message.reasoning for piece in pieces if piece.message),
-        tool_calls=[c for piece in pieces if piece.message for c in piece.message.tool_calls],
-    )
 
 
 def _truncated(

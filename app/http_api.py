@@ -19,12 +19,13 @@ from app.anthropic_errors import messages_error_event
 from app.anthropic_response import MessagesPlanner
 from app.asgi import AuthMiddleware, RequestIdMiddleware, error_response, log_error
 from app.completion_endpoint import CompletionEndpoint
-from app.completion_service import CompletionService, TokenClient
+from app.completion_service import CompletionService
 from app.errors import MethodNotAllowed, PathNotFound
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.system_endpoints import SystemEndpoints
 from app.text_endpoints import TextEndpoints
+from app.token_client import TokenClient
 from replicas.errors import RequestError, ServingError
 from replicas.tracing import Tracing
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
-from app.completion_service import Generation
+from app.generation import Generation
 from app.openai_schema import ChatRequest
 from replicas.tracing import PROVIDER, Attribute, Tracing, set_failed
 

@@ -15,9 +15,10 @@ from starlette.responses import Response
 
 from app.api_reference import openapi
 from app.asgi import json_response
-from app.completion_service import CompletionService, TokenClient
+from app.completion_service import CompletionService
 from app.ingress_config import IngressConfig
 from app.metrics import CONTENT_TYPE, IngressMetrics
+from app.token_client import TokenClient
 from app.version import VERSION
 from replicas.errors import EngineNotReady, ServingError
 

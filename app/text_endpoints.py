@@ -84,7 +84,7 @@ class TextEndpoints:
             body = {k: v for k, v in body.items() if k != "return_token_strs"}
             chat = parse_chat(body)
             self._service.check_model(chat.model)
-            token_ids = await self._service.render_chat(chat, info)
+            _, token_ids = await self._service.render_chat(chat, info)
         else:
             parsed = parse_text_request(TokenizeRequest, body)
             self._service.check_model(parsed.model)
@@ -108,10 +108,10 @@ class TextEndpoints:
         chat = parse_chat(body)
         self._service.check_model(chat.model)
         info = await self._service.model_info()
-        token_ids = await self._service.render_chat(chat, info)
+        text, token_ids = await self._service.render_chat(chat, info)
         return {
             "model": self._config.model_id,
-            "prompt": self._service.chat_text(chat),
+            "prompt": text,
             "token_ids": token_ids,
             "count": len(token_ids),
         }
@@ -119,7 +119,7 @@ class TextEndpoints:
     async def _count_tokens(self, body: dict[str, Any]) -> object:
         chat = parse_chat(parse_messages(CountTokensRequest, body).as_chat())
         self._service.check_model(chat.model)
-        token_ids = await self._service.render_chat(chat, await self._service.model_info())
+        _, token_ids = await self._service.render_chat(chat, await self._service.model_info())
         return {"input_tokens": len(token_ids)}
 
     async def _score(self, body: dict[str, Any]) -> object:

@@ -28,19 +28,18 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from app.router.core import (
+from app.router.core import RouterConfig, RouterCore
+from app.router.event_sink import EventSink
+from app.router.events import (
     Event,
     Fail,
     ReplicaSuspected,
     RequestArrived,
     RequestEnded,
     Resubscribe,
-    RouterConfig,
-    RouterCore,
     Send,
     Ticked,
 )
-from app.router.event_sink import EventSink
 from app.router.trace import RouterTrace
 from replicas.config import TracingConfig
 from replicas.errors import EngineDead, EngineNotReady, ServingError

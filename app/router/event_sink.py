@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from app.frame_server import FrameServer, ReplicaPeer
-from app.router.core import LoadChanged, ReplicaReported, ReplicaSuspected
+from app.router.events import LoadChanged, ReplicaReported, ReplicaSuspected
 from replicas.frames import FrameError, FrameKind, unpack_event, unpack_report
 from replicas.wire import ModelInfo, SinkAddress
 

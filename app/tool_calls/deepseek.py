@@ -41,12 +41,9 @@ def read_deepseek(source: Source, names: Collection[str]) -> Steps[Sequence[Call
             return None
     if name not in names:
         return None
-    yield from source.skip_space()
-    start = source.position
-    if not (yield from json_text.read_object(source)):
+    arguments = yield from json_text.read_arguments(source)
+    if arguments is None:
         return None
-    arguments = source.text[start : source.position]
-    yield from source.skip_space()
     if is_fenced and not (yield from source.literal(_FENCE)):
         return None
     yield from source.skip_space()

@@ -87,12 +87,9 @@ def _read_message(
 def _read_call(source: Source, name: str, names: Collection[str]) -> Steps[Call | None]:
     if name not in names:
         return None
-    yield from source.skip_space()
-    start = source.position
-    if not (yield from json_text.read_object(source)):
+    arguments = yield from json_text.read_arguments(source)
+    if arguments is None:
         return None
-    arguments = source.text[start : source.position]
-    yield from source.skip_space()
     after = source.position
     if (yield from source.any_literal(_CLOSERS)) is not None:
         return Call(name, arguments)

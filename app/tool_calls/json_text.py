@@ -69,6 +69,17 @@ def read_object(
         yield from source.skip_space()
 
 
+def read_arguments(source: Source) -> Steps[str | None]:
+    """Read one object, with space around it, and return its text; None where there is none."""
+    yield from source.skip_space()
+    start = source.position
+    if not (yield from read_object(source)):
+        return None
+    arguments = source.text[start : source.position]
+    yield from source.skip_space()
+    return arguments
+
+
 def read_array(source: Source, depth: int = MAX_DEPTH) -> Steps[bool]:
     """Read one array."""
     if depth == 0 or not (yield from source.literal("[")):

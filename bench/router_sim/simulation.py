@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from app.router.core import (
+from app.router.core import RouterConfig, RouterCore
+from app.router.cost import Policy
+from app.router.events import (
     Event,
     Fail,
     LoadChanged,
@@ -23,12 +25,9 @@ from app.router.core import (
     RequestArrived,
     RequestEnded,
     Resubscribe,
-    RouterConfig,
-    RouterCore,
     Send,
     Ticked,
 )
-from app.router.cost import Policy
 from bench.router_sim.hardware import Hardware
 from bench.router_sim.replica import SimReplica, SimSequence
 from bench.router_sim.traces import PAGE_SIZE, SimRequest

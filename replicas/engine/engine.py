@@ -130,11 +130,9 @@ class Engine[StepT]:
         self._num_output_tokens = 0
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
-        self._num_computed_tokens = 0
         self._num_prefill_tokens = 0
         self._num_prefill_pairs = 0
         self._num_context_tokens = 0
-        self._busy_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -188,7 +186,7 @@ class Engine[StepT]:
         planned = self._clock()
         launched = None if plan is None else (plan, self._runner.launch(plan))
         if plan is not None:
-            self._note_first_steps(plan, planned)
+            self._count_launch(plan, planned)
         launched_at = self._clock()
         deltas = [self._end_delta(s, (), FinishReason.ABORT) for s in self._ended]
         self._ended.clear()
@@ -205,7 +203,6 @@ class Engine[StepT]:
             wait=fetched_at - launched_at,
             postprocess=self._clock() - fetched_at,
         )
-        self._busy_s += self.times.total
         self.stats.add(self.times, plan, self._runner.last_bucket)
         cache = self.scheduler.allocator.take_changes()
         return StepEvents(deltas=tuple(deltas), load=self.load(), cache=cache)
@@ -236,19 +233,18 @@ class Engine[StepT]:
             num_waiting_tokens=pending.num_waiting_tokens,
             num_pending_pairs=pending.num_pairs,
             max_chunk_tokens=scheduler.max_mixed_tokens,
-            num_computed_tokens=self._num_computed_tokens,
+            num_computed_tokens=self.stats.num_tokens,
             num_prefill_tokens=self._num_prefill_tokens,
             num_prefill_pairs=self._num_prefill_pairs,
             num_context_tokens=self._num_context_tokens,
-            busy_s=self._busy_s,
+            busy_s=sum(self.stats.phase_s),
         )
 
     def _root_key(self, request: GenerateRequest) -> PageKey:
         return hash_root(self.model_info.fingerprint, request.cache_salt)
 
-    def _note_first_steps(self, plan: StepPlan, now: float) -> None:
+    def _count_launch(self, plan: StepPlan, now: float) -> None:
         self._num_steps += 1
-        self._num_computed_tokens += plan.num_tokens
         for part in plan.scheduled:
             sequence, count = part.sequence, part.num_tokens
             if count - part.num_drafts == 1:

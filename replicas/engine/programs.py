@@ -24,6 +24,7 @@ import jax
 
 from replicas.config import EngineConfig
 from replicas.engine import tpu_topology
+from replicas.engine.backend import add_libtpu_options
 from replicas.engine.buckets import Bucket
 from replicas.engine.memory_plan import NoRoom
 from replicas.engine.model_runner import ModelRunner
@@ -41,7 +42,6 @@ from replicas.engine.program_store import ProgramHeader, ProgramStore, StoredPro
 from replicas.engine.serve_file import EngineApplication, read_applications
 from replicas.engine.startup import (
     EnginePlan,
-    add_libtpu_options,
     build_abstract_runner,
     plan_engine,
 )

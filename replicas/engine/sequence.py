@@ -49,6 +49,7 @@ class Sequence:
         stop_token_ids: ids that end the output.
         next_prompt_logprob: position of the first prompt token whose log-probability is still to be
             delivered; behind the prompt when there is none.
+        wants_logprobs: whether the host reads log-probabilities of its tokens, of prompt or output.
         order: (priority, arrival number): who goes first, and (largest) who is preempted first.
     """
 
@@ -76,6 +77,7 @@ class Sequence:
         "status",
         "stop_token_ids",
         "token_ids",
+        "wants_logprobs",
     )
 
     def __init__(
@@ -108,6 +110,7 @@ class Sequence:
         self.num_admissions = 0
         self.num_cached_tokens = 0
         sampling = request.sampling
+        self.wants_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
         self.next_prompt_logprob = self.num_prompt_tokens
         if sampling.prompt_logprobs is not None:
             self.next_prompt_logprob = min(sampling.prompt_logprobs_start, self.num_prompt_tokens)

@@ -9,11 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,8 @@ from kernels import mla_reference, reference
 from kernels.cpu import library
 from kernels.cpu.attention import HEAD_DIM_MULTIPLE as NATIVE_HEAD_DIM_MULTIPLE
 from kernels.tpu import attention as tpu_attention
-from replicas.config import CompilerOption, EngineConfig, ModelConfig
+from replicas.config import EngineConfig, ModelConfig
+from replicas.engine.backend import check_xla_options, start_backend
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
 from replicas.engine.memory_plan import abstract_weights, choose_num_pages, device_bytes
@@ -53,9 +51,6 @@ logger = logging.getLogger(__name__)
 
 AttentionFn = Callable[..., tuple[jax.Array, jax.Array]]
 
-_COMPUTE_NICENESS = 15
-"""What Ray gives to whole workers by default; enough for others to preempt at once."""
-_MIN_NICENESS_STEP = 4
 _DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 128}
 
 
@@ -222,7 +217,7 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
     """
     path = Path(config.model)
     model_config = load_model_config(path)
-    platform = _platform(config) if devices is None else devices[0].platform
+    platform = start_backend(config) if devices is None else devices[0].platform
     native_error = _load_native(config, platform)
     config = resolve_config(
         config, model_config, platform=platform, has_native=native_error is None
@@ -241,7 +236,7 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
         raise ValueError(f"attention or matmul is 'native', but: {native_error}")
     mesh = make_mesh(config, devices)
     if devices is None:
-        _check_xla_options(config.xla_options)
+        check_xla_options(config.xla_options)
     mesh_devices = mesh.devices.flatten().tolist()
     weights = abstract_weights(config, model_config, mesh)
     config = dataclasses.replace(
@@ -364,53 +359,6 @@ def _param_specs(plan: EnginePlan) -> Any:
     return family.param_specs(plan.model_config, num_shards=plan.config.tensor_parallel)
 
 
-def _platform(config: EngineConfig) -> str:
-    add_libtpu_options(config.libtpu_options)
-    if config.platform == "cpu":
-        # Keeps jax from probing for TPUs, which is slow and noisy where libtpu is installed.
-        jax.config.update("jax_platforms", "cpu")
-        _start_cpu_client()
-    platform = jax.default_backend() if config.platform == "auto" else config.platform
-    try:
-        jax.devices(platform)
-    except RuntimeError as error:
-        raise ValueError(
-            f"platform is {platform!r}, but jax has no such device: {error}"
-        ) from error
-    return platform
-
-
-def add_libtpu_options(options: Mapping[str, CompilerOption]) -> None:
-    """Add flags to those that libtpu reads from the environment when it is loaded."""
-    flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    for name, value in options.items():
-        text = str(value).lower() if isinstance(value, bool) else str(value)
-        if (flag := f"--{name}={text}") not in flags:
-            flags.append(flag)
-    if options:
-        os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags)
-
-
-def _start_cpu_client() -> None:
-    """Start XLA's CPU client so that its compute threads yield to the threads that serve.
-
-    On CPU the compute threads keep every core busy, and a thread that wakes up to pass a token on
-    would wait for its turn behind them. Threads inherit the niceness of the one that starts them
-    (Linux), so a thread of its own starts the client.
-    """
-
-    def start() -> None:
-        if sys.platform == "linux":
-            thread_id = threading.get_native_id()
-            niceness = os.getpriority(os.PRIO_PROCESS, thread_id) + _MIN_NICENESS_STEP
-            os.setpriority(os.PRIO_PROCESS, thread_id, max(niceness, _COMPUTE_NICENESS))
-        jax.devices("cpu")
-
-    thread = threading.Thread(target=start)
-    thread.start()
-    thread.join()
-
-
 def _load_native(config: EngineConfig, platform: str) -> library.NativeUnavailable | None:
     """Load the native kernels unless the configuration rules them out."""
     is_ruled_out = config.attention == "reference" and config.matmul == "xla"
@@ -462,20 +410,6 @@ def _fingerprint(
     shape = dataclasses.replace(config, model="", program_store=None)
     parts = {"sources": sources, "model": repr(model_config), "engine": repr(shape)}
     return hash_parts(environment | parts)
-
-
-def _check_xla_options(options: Mapping[str, CompilerOption]) -> None:
-    """Let the compiler judge its options before anything slow begins.
-
-    Raises:
-        ValueError: it has no such option, or does not take the value.
-    """
-    if not options:
-        return
-    try:
-        jax.jit(lambda x: x).lower(0).compile(compiler_options=dict(options))
-    except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"xla_options: the compiler refuses them: {error}") from error
 
 
 def _ignore_progress(stage: str, done: int, total: int) -> None:

@@ -204,11 +204,7 @@ def pack_targets(targets: npt.NDArray[np.int32], part: ScheduledSequence, first_
 
 def wants_logprobs(plan: StepPlan) -> bool:
     """Whether the host reads what a step computes of log-probabilities."""
-    return any(
-        part.sequence.request.sampling.logprobs is not None
-        or part.sequence.request.sampling.prompt_logprobs is not None
-        for part in plan.scheduled
-    )
+    return any(part.sequence.wants_logprobs for part in plan.scheduled)
 
 
 def read_logprobs(

@@ -30,7 +30,7 @@ from replicas.models.kv_cache import Attention, KVPages
 from replicas.models.rope import Angles, apply_rope, rope_angles
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float32, Int32
+    from jaxtyping import Array, Float, Float32, Int32
 
 
 class StepContext(NamedTuple):
@@ -59,21 +59,107 @@ type RunLayer = Callable[
 ]
 
 
+type Attend = RunLayer  # of a normed input; what it returns is added to the residual stream
+type RunMlp = Callable[[Any, Float32[Array, "T M"], StepContext], Float32[Array, "T M"]]
+
+
+def attend_pages(
+    weights: AttentionParams,
+    normed: Float32[Array, "T M"],
+    kv_pages: KVPages,
+    index: int,
+    step: StepContext,
+) -> tuple[Float32[Array, "T M"], KVPages]:
+    """Project, rotate, attend in layer `index` and project back."""
+    config, num_tokens = step.config, step.inputs.num_tokens
+    num_rows, num_kv_heads = normed.shape[0], kv_cache.num_kv_heads(kv_pages)
+    with jax.named_scope("qkv"):
+        qkv = layers.linear(normed.astype(step.dtype), weights.qkv, num_tokens)
+        qkv = layers.add_bias(qkv, weights.qkv_bias).reshape(num_rows, -1, config.head_dim)
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
+        if weights.q_norm is not None:
+            q = layers.head_norm(q, weights.q_norm, eps=config.norm_eps)
+            k = layers.head_norm(k, weights.k_norm, eps=config.norm_eps)
+    with jax.named_scope("rope"):
+        rope = config.rope_of(index)
+        q = apply_rope(q, step.angles[rope], is_interleaved=rope.is_interleaved)
+        k = apply_rope(k, step.angles[rope], is_interleaved=rope.is_interleaved)
+    with jax.named_scope("attention"):
+        out, kv_pages = kv_cache.attend(
+            step.attention,
+            q.astype(step.dtype),
+            k.astype(step.dtype),
+            v.astype(step.dtype),
+            kv_pages,
+            step.inputs,
+            layer=index,
+            sm_scale=config.sm_scale,
+            sliding_window=config.window_of(index),
+            sinks=weights.sinks,
+        )
+    with jax.named_scope("attention_out"):
+        return project_heads_out(out, weights.out, weights.out_bias, step), kv_pages
+
+
+def project_heads_out(
+    out: Float[Array, "T H D"], weight: Any, bias: Any, step: StepContext
+) -> Float32[Array, "T M"]:
+    """Project what the heads of every shard gave back to the residual stream."""
+    out = out.reshape(out.shape[0], -1).astype(step.dtype)
+    projected = layers.linear(out, weight, step.inputs.num_tokens)
+    return layers.add_bias(layers.sum_over(projected, step.axis_name), bias)
+
+
+def gated_mlp(
+    weights: GatedMlpParams, normed: Float32[Array, "T M"], step: StepContext
+) -> Float32[Array, "T M"]:
+    """Return down(activation(gate) * up)."""
+    num_tokens = step.inputs.num_tokens
+    with jax.named_scope("gate_up"):
+        gated = layers.gated_linear(
+            normed.astype(step.dtype),
+            weights.gate_up,
+            weights.gate_up_bias,
+            num_tokens,
+            activation=step.config.activation,
+        )
+    with jax.named_scope("down"):
+        down = layers.linear(gated.astype(step.dtype), weights.down, num_tokens)
+        return layers.add_bias(layers.sum_over(down, step.axis_name), weights.down_bias)
+
+
+def mlp(
+    weights: MlpParams, normed: Float32[Array, "T M"], step: StepContext
+) -> Float32[Array, "T M"]:
+    """Return down(activation(up))."""
+    num_tokens = step.inputs.num_tokens
+    with jax.named_scope("up"):
+        up = layers.linear(normed.astype(step.dtype), weights.up, num_tokens)
+        up = layers.activate(layers.add_bias(up, weights.up_bias), step.config.activation)
+    with jax.named_scope("down"):
+        down = layers.linear(up.astype(step.dtype), weights.down, num_tokens)
+        return layers.add_bias(layers.sum_over(down, step.axis_name), weights.down_bias)
+
+
 def pre_norm_layer(
     layer: LayerParams,
     hidden: Float32[Array, "T M"],
     kv_pages: KVPages,
     index: int,
     step: StepContext,
+    *,
+    attend: Attend = attend_pages,
+    run_mlp: RunMlp = gated_mlp,
 ) -> tuple[Float32[Array, "T M"], KVPages]:
-    """Add attention, then a gated MLP, each of a normed input; outputs are normed if so stored."""
+    """Add attention, then an MLP, each of a normed input; outputs are normed if so stored."""
     eps = step.config.norm_eps
     normed = layers.rms_norm(hidden, layer.attention_norm, eps=eps)
     attended, kv_pages = attend(layer.attention, normed, kv_pages, index, step)
     if layer.attention_out_norm is not None:
         attended = layers.rms_norm(attended, layer.attention_out_norm, eps=eps)
     hidden += attended
-    activated = gated_mlp(layer.mlp, layers.rms_norm(hidden, layer.mlp_norm, eps=eps), step)
+    activated = run_mlp(layer.mlp, layers.rms_norm(hidden, layer.mlp_norm, eps=eps), step)
     if layer.mlp_out_norm is not None:
         activated = layers.rms_norm(activated, layer.mlp_out_norm, eps=eps)
     return hidden + activated, kv_pages
@@ -154,76 +240,3 @@ def project_to_vocab(
     if axis_name is not None:
         logits = lax.all_gather(logits, axis_name, axis=1, tiled=True)[:, : config.vocab_size]
     return layers.soft_cap(logits, config.final_logit_softcapping)
-
-
-def attend(
-    weights: AttentionParams,
-    normed: Float32[Array, "T M"],
-    kv_pages: KVPages,
-    index: int,
-    step: StepContext,
-) -> tuple[Float32[Array, "T M"], KVPages]:
-    """Project, rotate, attend in layer `index` and project back."""
-    config, num_tokens = step.config, step.inputs.num_tokens
-    num_rows, num_kv_heads = normed.shape[0], kv_cache.num_kv_heads(kv_pages)
-    with jax.named_scope("qkv"):
-        qkv = layers.linear(normed.astype(step.dtype), weights.qkv, num_tokens)
-        qkv = layers.add_bias(qkv, weights.qkv_bias).reshape(num_rows, -1, config.head_dim)
-        num_heads = qkv.shape[1] - 2 * num_kv_heads
-        q, k, v = jnp.split(qkv, (num_heads, num_heads + num_kv_heads), axis=1)
-        if weights.q_norm is not None:
-            q = layers.head_norm(q, weights.q_norm, eps=config.norm_eps)
-            k = layers.head_norm(k, weights.k_norm, eps=config.norm_eps)
-    with jax.named_scope("rope"):
-        rope = config.rope_of(index)
-        q = apply_rope(q, step.angles[rope], is_interleaved=rope.is_interleaved)
-        k = apply_rope(k, step.angles[rope], is_interleaved=rope.is_interleaved)
-    with jax.named_scope("attention"):
-        out, kv_pages = kv_cache.attend(
-            step.attention,
-            q.astype(step.dtype),
-            k.astype(step.dtype),
-            v.astype(step.dtype),
-            kv_pages,
-            step.inputs,
-            layer=index,
-            sm_scale=config.sm_scale,
-            sliding_window=config.window_of(index),
-            sinks=weights.sinks,
-        )
-    with jax.named_scope("attention_out"):
-        out = out.reshape(num_rows, -1).astype(step.dtype)
-        projected = layers.linear(out, weights.out, num_tokens)
-        projected = layers.sum_over(projected, step.axis_name)
-        return layers.add_bias(projected, weights.out_bias), kv_pages
-
-
-def gated_mlp(
-    weights: GatedMlpParams, normed: Float32[Array, "T M"], step: StepContext
-) -> Float32[Array, "T M"]:
-    """Return down(activation(gate) * up)."""
-    num_tokens = step.inputs.num_tokens
-    with jax.named_scope("gate_up"):
-        gated = layers.gated_linear(
-            normed.astype(step.dtype),
-            weights.gate_up,
-            weights.gate_up_bias,
-            num_tokens,
-            activation=step.config.activation,
-        )
-    with jax.named_scope("down"):
-        down = layers.linear(gated.astype(step.dtype), weights.down, num_tokens)
-        return layers.add_bias(layers.sum_over(down, step.axis_name), weights.down_bias)
-
-
-def mlp(
-    weights: MlpParams, normed: Float32[Array, "T M"], step: StepContext
-) -> Float32[Array, "T M"]:
-    """Return down(activation(up))."""
-    num_tokens = step.inputs.num_tokens
-    with jax.named_scope("up"):
-        up = layers.linear(normed.astype(step.dtype), weights.up, num_tokens)
-        up = layers.activate(layers.add_bias(up, weights.up_bias), step.config.activation)
-    with jax.named_scope("down"):
-        down = layers.linear(up.astype(step.dtype), weights.down, num_tokens)
-        return layers.add_bias(layers.sum_over(down, step.axis_name), weights.down_bias)

@@ -6,7 +6,6 @@ The layers that predict further tokens (MTP) are not computed; their tensors are
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 from replicas.config import MLAConfig, ModelConfig, MoEConfig
 from replicas.models import decoder, hf_config, mla, moe
@@ -120,10 +119,13 @@ def param_specs(config: ModelConfig, *, num_shards: int = 1) -> DecoderParams:
     )
 
 
-def forward(*args: Any, **kwargs: Any) -> Any:
-    """See `decoder.forward`; `attention` is of `kernels.mla_reference`'s signature."""
-    run_layer = functools.partial(moe.sparse_layer, attend=mla.attend)
-    return decoder.forward(*args, **kwargs, run_layer=run_layer)
+forward = functools.partial(
+    decoder.forward,
+    run_layer=functools.partial(
+        decoder.pre_norm_layer, attend=mla.attend_latents, run_mlp=moe.run_mlp
+    ),
+)
+"""Run one step; see `decoder.forward`. `attention` is of `kernels.mla_reference`'s signature."""
 
 
 def _read_latent_attention(raw: RawConfig) -> MLAConfig:

@@ -174,7 +174,7 @@ def _run_layer(
 ) -> tuple[Float32[Array, "T M"], KVPages]:
     eps = step.config.norm_eps
     normed = layers.layer_norm(hidden, *layer.attention_norm, eps=eps)
-    attended, kv_pages = decoder.attend(layer.attention, normed, kv_pages, index, step)
+    attended, kv_pages = decoder.attend_pages(layer.attention, normed, kv_pages, index, step)
     mlp_input = hidden if step.config.is_parallel else hidden + attended
     normed = layers.layer_norm(mlp_input, *layer.mlp_norm, eps=eps)
     return hidden + attended + decoder.mlp(layer.mlp, normed, step), kv_pages

@@ -16,7 +16,7 @@ from jax import lax
 
 from replicas.config import ModelConfig
 from replicas.models import layers
-from replicas.models.decoder import StepContext
+from replicas.models.decoder import StepContext, project_heads_out
 from replicas.models.decoder_params import Pack, norm_spec
 from replicas.models.derived_spec import ConvertedSpec
 from replicas.models.kv_cache import KVPages
@@ -68,7 +68,7 @@ class LatentAttentionParams(NamedTuple):
         return self._replace(down=pack(self.down), q=pack(self.q), out=pack(self.out))
 
 
-def attend(
+def attend_latents(
     weights: LatentAttentionParams,
     normed: Float32[Array, "T M"],
     kv_pages: KVPages,
@@ -112,10 +112,8 @@ def attend(
         )
         kv_pages = (*kv_pages[:index], pages, *kv_pages[index + 1 :])
     with jax.named_scope("attention_out"):
-        values = _project_heads(out, weights.value).reshape(num_rows, -1).astype(step.dtype)
-        projected = layers.linear(values, weights.out, num_tokens)
-        projected = layers.sum_over(projected, step.axis_name)
-        return layers.add_bias(projected, weights.out_bias), kv_pages
+        values = _project_heads(out, weights.value)
+        return project_heads_out(values, weights.out, weights.out_bias, step), kv_pages
 
 
 def latent_attention_specs(

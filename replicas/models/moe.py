@@ -8,9 +8,8 @@ nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import reduce
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -20,42 +19,26 @@ from kernels.grouped_matmul import grouped_matmul
 from replicas.config import MoEConfig
 from replicas.models import decoder, layers
 from replicas.models.decoder import StepContext
-from replicas.models.decoder_params import LayerParams
-from replicas.models.kv_cache import KVPages
+from replicas.models.decoder_params import GatedMlpParams
 from replicas.models.moe_params import ExpertParams, MoEParams, RouterParams
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float32, Int32
 
-type Attend = Callable[
-    [Any, Float32[Array, "T M"], KVPages, int, StepContext],
-    tuple[Float32[Array, "T M"], KVPages],
-]
+
+def run_mlp(
+    weights: MoEParams | GatedMlpParams, normed: Float32[Array, "T M"], step: StepContext
+) -> Float32[Array, "T M"]:
+    """Run a mixture of experts or, where the layer is dense, a gated MLP."""
+    if isinstance(weights, MoEParams):
+        return mix_experts(weights, normed, step)
+    return decoder.gated_mlp(weights, normed, step)
 
 
-def sparse_layer(
-    layer: LayerParams,
-    hidden: Float32[Array, "T M"],
-    kv_pages: KVPages,
-    index: int,
-    step: StepContext,
-    *,
-    attend: Attend = decoder.attend,
-) -> tuple[Float32[Array, "T M"], KVPages]:
-    """Add attention, then a mixture of experts or, where the layer is dense, a gated MLP."""
-    eps = step.config.norm_eps
-    normed = layers.rms_norm(hidden, layer.attention_norm, eps=eps)
-    attended, kv_pages = attend(layer.attention, normed, kv_pages, index, step)
-    hidden += attended
-    normed = layers.rms_norm(hidden, layer.mlp_norm, eps=eps)
-    if isinstance(layer.mlp, MoEParams):
-        return hidden + mix_experts(layer.mlp, normed, step), kv_pages
-    return hidden + decoder.gated_mlp(layer.mlp, normed, step), kv_pages
-
-
-def forward(*args: Any, **kwargs: Any) -> Any:
-    """See `decoder.forward`."""
-    return decoder.forward(*args, **kwargs, run_layer=sparse_layer)
+forward = functools.partial(
+    decoder.forward, run_layer=functools.partial(decoder.pre_norm_layer, run_mlp=run_mlp)
+)
+"""Run one step; see `decoder.forward`."""
 
 
 def mix_experts(
@@ -162,4 +145,4 @@ def _gate(gate_up: Float32[Array, "R 2F"], step: StepContext) -> Float32[Array, 
 
 def _add_columns(x: Float32[Array, "T k ..."]) -> Float32[Array, "T ..."]:
     """Add x[:, 0], x[:, 1] and so on in this order, whatever the number of rows."""
-    return reduce(jnp.add, (x[:, column] for column in range(x.shape[1])))
+    return functools.reduce(jnp.add, (x[:, column] for column in range(x.shape[1])))

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from app.router.core import LoadChanged, ReplicaReported, ReplicaSuspected
 from app.router.event_sink import EventSink, LoadEvent
+from app.router.events import LoadChanged, ReplicaReported, ReplicaSuspected
 from app.token_sink import TokenSink
 from replicas.frames import FrameKind, pack_frame
 from replicas.load_events import LoadEvents

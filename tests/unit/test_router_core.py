@@ -19,7 +19,9 @@ from hypothesis.stateful import (
 )
 
 from app.router.admission import DrainRate
-from app.router.core import (
+from app.router.core import RouterConfig, RouterCore
+from app.router.cost import water_level
+from app.router.events import (
     Action,
     Event,
     Fail,
@@ -30,12 +32,9 @@ from app.router.core import (
     RequestArrived,
     RequestEnded,
     Resubscribe,
-    RouterConfig,
-    RouterCore,
     Send,
     Ticked,
 )
-from app.router.cost import water_level
 from replicas.errors import DeadlineExceeded, EngineDead, EngineNotReady, Overloaded
 from replicas.wire import CacheChange, ReplicaLoad
 

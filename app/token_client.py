@@ -1,0 +1,45 @@
+"""What the HTTP side needs of whoever runs its sequences; tests put a fake in its place."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from app.demands import NO_HINTS
+from replicas.wire import RoutingHints, SamplingParams, ServiceStatus, TokenDelta
+
+
+class TokenClient(Protocol):
+    """The part of `app.client.LLMClient` that the ingress uses."""
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str | None = None,
+        timeout_s: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        traceparent: str | None = None,
+        hints: RoutingHints = NO_HINTS,
+    ) -> AsyncGenerator[TokenDelta]:
+        """Stream the tokens of one sequence; closing it aborts the sequence."""
+        ...
+
+    @property
+    def num_open(self) -> int:
+        """Sequences whose tokens are still expected."""
+        ...
+
+    async def status(self) -> ServiceStatus:
+        """Ask the router."""
+        ...
+
+    async def drop_prefix_cache(self) -> int:
+        """Have every replica forget cached pages; return how many did."""
+        ...
+
+    async def close(self) -> None:
+        """Release the sink and all connections."""
+        ...
