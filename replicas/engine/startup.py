@@ -180,6 +180,8 @@ def build_engine(
     assert config.num_pages is not None
     assert config.max_model_len is not None
     logger.info("engine configuration: %s", config)
+    if store is not None:
+        store.prefetch()
     runner = _build_runner(plan, report)
     runner.warm_up(report)
     if store is not None:

@@ -67,6 +67,20 @@ def test_a_second_start_neither_lowers_nor_compiles(tmp_path: Path) -> None:
     assert (store.num_loaded, store.num_compiled, toy.num_lowered) == (1, 0, 0)
 
 
+def test_prefetched_programs_are_what_would_have_been_loaded(tmp_path: Path) -> None:
+    path = fill(tmp_path, Toy())
+    toy, store = Toy(), open_store(tmp_path)
+    store.prefetch()
+    assert toy.run(store) == [1.0] * 3
+    assert (store.num_loaded, store.num_compiled, toy.num_lowered) == (1, 0, 0)
+
+    path.write_bytes(path.read_bytes()[:-1])
+    toy, store = Toy(), open_store(tmp_path)
+    store.prefetch()
+    assert toy.run(store) == [1.0] * 3
+    assert (store.num_loaded, store.num_compiled) == (0, 1)
+
+
 def test_another_fingerprint_with_the_same_program_compiles_nothing(tmp_path: Path) -> None:
     fill(tmp_path, Toy())
     toy, store = Toy(), open_store(tmp_path, fingerprint="0" * 64)
