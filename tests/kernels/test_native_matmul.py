@@ -1,4 +1,8 @@
+import contextlib
 import dataclasses
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -155,3 +159,36 @@ def test_misfits_are_refused():
         matmul.pack(np.zeros(4, np.float32))
     with pytest.raises(ValueError, match="gate and up must have as many outputs, got 5 in all"):
         matmul.pack_gate_up(np.zeros((5, 4), np.float32))
+
+
+def affinities():
+    """The cores that each thread of this process may run on."""
+    cores = {}
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):
+            cores[int(name)] = os.sched_getaffinity(int(name))
+    return cores
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a thread choose its cores")
+def test_a_helper_that_was_moved_off_its_callers_core_may_run_anywhere_again():
+    x, weight = draw(16, 576, 1536)
+    packed = matmul.pack(weight)
+    product = jax.jit(lambda x: matmul.linear(x, packed, out_dtype=jnp.float32))
+    product(x).block_until_ready()
+    before = affinities()
+    # Another busy thread per core: helpers are woken on their caller's core, and move.
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())
+    ]
+    try:
+        expected = np.asarray(product(x))
+        for _ in range(300):
+            np.testing.assert_array_equal(product(x), expected)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    after = affinities()
+    lasting = before.keys() & after.keys()  # other tests' threads may have ended meanwhile
+    assert {thread: after[thread] for thread in lasting} == {t: before[t] for t in lasting}

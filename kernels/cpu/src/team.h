@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "placement.h"
 #include "xla/ffi/api/ffi.h"
 
 #if defined(__x86_64__)
@@ -109,8 +110,12 @@ void run_stages(xla::ffi::ThreadPool pool, int64_t num_helpers, int32_t num_firs
     stages.first.wait();
     stages.second.run(thread, second);
   };
+  const int core = current_core();
   for (int32_t thread = 1; thread <= num_helpers; ++thread) {
-    pool.Schedule([state, work, thread] { work(*state, thread); });
+    pool.Schedule([state, work, thread, core] {
+      leave_core(core);
+      work(*state, thread);
+    });
   }
   work(*state, 0);
   state->second.wait();
