@@ -27,6 +27,10 @@ PREFILL_PER_DECODE = 2
 """Prompt tokens in a step with decode rows: a prompt may stretch the step of few streams, which is
 short, by less than that of many. Measured on CPU, where it keeps the stretch below 3."""
 
+PREFILL_PER_FURTHER_PROMPT = 16
+"""Prompt tokens more for each prompt beside the first that could be computed now: one must not
+slow all streams, but few streams must not hold up many prompts."""
+
 
 class ScheduledSequence(NamedTuple):
     """A sequence's part in a step: tokens [start, start + num_tokens) are computed.
@@ -138,7 +142,8 @@ class Scheduler:
             max_num_seqs: slots.
             max_num_batched_tokens: tokens in a step without decode rows.
             max_mixed_tokens: most tokens in a step with decode rows; >= max_num_seqs. With few
-                of them it is less (`PREFILL_PER_DECODE`), and counted by cost, see below.
+                of them and few prompts it is less (`PREFILL_PER_DECODE`), and counted by cost,
+                see below.
             break_even_context: context, tokens, at which a token's attention costs as much as
                 everything else about it. Beside decode rows, a prompt token at position p counts
                 as 1 + p / break_even_context: so a step's time stays bounded at any position.
@@ -236,6 +241,7 @@ class Scheduler:
         """
         rows = self._schedule_decodes()
         num_drafts = sum(row.num_drafts for row in rows) if self._max_drafts else 0
+        self._prefilling = [s for s in self._prefilling if _is_prefilling(s)]
         budget = self._make_budget(len(rows), num_drafts)
         self._schedule_prefills(rows, budget)
         self._admit(rows, budget)
@@ -282,12 +288,13 @@ class Scheduler:
         if num_decodes == 0:
             return PrefillBudget(self._max_num_batched_tokens, break_even_context=None)
         wanted = max(MIN_PREFILL_BESIDE_DECODES, PREFILL_PER_DECODE * num_decodes)
+        num_prompts = len(self._prefilling) + min(self.num_waiting, len(self._free_slots))
+        wanted += PREFILL_PER_FURTHER_PROMPT * max(0, num_prompts - 1)
         num_left = min(wanted, self._max_mixed_tokens - num_decodes - num_drafts)
         return PrefillBudget(num_left, break_even_context=self._break_even_context)
 
     def _schedule_prefills(self, rows: list[ScheduledSequence], budget: PrefillBudget) -> None:
         """Continue unfinished prompts, oldest first."""
-        self._prefilling = [s for s in self._prefilling if _is_prefilling(s)]
         for sequence in self._prefilling:
             if budget.is_spent:
                 break

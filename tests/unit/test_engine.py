@@ -59,6 +59,19 @@ def test_chunks_beside_decodes_are_bounded():
     assert max(mixed) == 16
 
 
+@pytest.mark.parametrize(("num_prompts", "most"), [(1, 1 + 16), (2, 1 + 32), (3, 1 + 48), (9, 64)])
+def test_more_prompts_take_more_of_a_step_with_decode_rows(num_prompts, most):
+    engine, runner = make_engine(
+        num_pages=256, max_num_batched_tokens=64, max_mixed_tokens=64, break_even_context=10**9
+    )
+    engine.add(make_request("a", prompt(4), max_tokens=40))
+    engine.step()
+    for index in range(num_prompts):
+        engine.add(make_request(f"b{index}", prompt(150, seed=index + 1), max_tokens=2))
+    engine.step()
+    assert runner.plans[-1].num_tokens == most
+
+
 def test_chunks_beside_decodes_shrink_with_the_context():
     engine, runner = make_engine(
         num_pages=128, max_num_batched_tokens=64, max_mixed_tokens=33, break_even_context=100
