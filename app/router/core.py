@@ -10,17 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from dataclasses import dataclass
 
 import numpy as np
 
-from app.router.admission import (
-    MAX_RETRY_AFTER_S,
-    MIN_RETRY_AFTER_S,
-    DrainRate,
-    QueuedRequest,
-    WaitingQueue,
-)
+from app.router import refusals
+from app.router.admission import DrainRate, QueuedRequest, WaitingQueue
+from app.router.config import RouterConfig
 from app.router.cost import Answer, Policy, PredictedCost, Question, fits
 from app.router.events import (
     Action,
@@ -37,16 +32,9 @@ from app.router.events import (
     Ticked,
 )
 from app.router.fleet import Bools, Fleet
-from app.router.prefix_index import DEFAULT_MAX_KEYS, PrefixIndex
+from app.router.prefix_index import PrefixIndex
 from app.router.replica_view import Booking, ReplicaView
-from replicas.errors import (
-    DeadlineExceeded,
-    EngineDead,
-    EngineNotReady,
-    Overloaded,
-)
-
-NOT_READY_RETRY_AFTER_S = 5.0
+from replicas.errors import EngineDead, Overloaded
 
 TIE_SHARE = 0.02
 TIE_S = 1e-3
@@ -54,56 +42,6 @@ TIE_S = 1e-3
 
 REFUSAL_MARGIN = 1.1
 """A request is refused when its predicted first token is so many times later than wanted."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
-    """Limits of one router.
-
-    Attributes:
-        max_queued_requests: requests that may wait here.
-        max_queued_tokens: prompt tokens of those.
-        max_waiting_per_replica: requests sent beyond a replica's slots, so that a slot that
-            becomes free is refilled in the next step without a round trip.
-        replica_wait_s: how long a new request waits for a replica while none is ready; 0 refuses.
-        discovery_s: a router that has just started refuses nothing for want of a replica: a
-            restarted one hears of its replicas within a second.
-        migration_wait_s: the same as `replica_wait_s` for a request that was accepted before, by
-            this router's queue or by a replica that it lost.
-        max_silent_ticks: ticks (of about 1 s) without a word after which a replica counts as lost.
-        max_backlog_s: a replica whose prompts will take longer than this gets no more; what waits
-            here instead can still go anywhere, and in the best order.
-        max_indexed_pages: keys in the index of the replicas' prefix caches.
-    """
-
-    max_queued_requests: int = 1024
-    max_queued_tokens: int = 1 << 20
-    max_waiting_per_replica: int = 2
-    replica_wait_s: float = 0.0
-    discovery_s: float = 3.0
-    migration_wait_s: float = 30.0
-    max_silent_ticks: int = 10
-    max_backlog_s: float = 2.0
-    max_indexed_pages: int = DEFAULT_MAX_KEYS
-
-    def __post_init__(self) -> None:
-        for name in (
-            "max_queued_requests",
-            "max_queued_tokens",
-            "max_silent_ticks",
-            "max_indexed_pages",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-        for name in (
-            "max_waiting_per_replica",
-            "replica_wait_s",
-            "discovery_s",
-            "migration_wait_s",
-            "max_backlog_s",
-        ):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
 
 
 class RouterCore:
@@ -226,16 +164,19 @@ class RouterCore:
             tpot_target_s=event.tpot_target_s,
         )
         if request.first_token_by <= now:
-            actions.append(Fail(request_id, _deadline_exceeded()))
+            actions.append(Fail(request_id, refusals.deadline_exceeded()))
             return
+        displaced: list[QueuedRequest] = []
         if self._queue.is_full_for(event.num_prompt_tokens):
-            actions.append(Fail(request_id, self._overloaded(event.num_prompt_tokens, now)))
-            return
+            displaced = self._queue.displaced_by(request)
+            if not displaced:
+                actions.append(Fail(request_id, self._queue_full(request, now)))
+                return
         can_start_at_once = not len(self._queue) and self._send(
             request, self._ready(), now, actions
         )
         if not can_start_at_once:
-            self._enqueue(request, now, actions)
+            self._enqueue(request, displaced, now, actions)
 
     def _end(self, request_id: str, num_output_tokens: int | None, now: float) -> None:
         if request_id in self._queue:
@@ -324,20 +265,26 @@ class RouterCore:
                 continue
             if request.first_token_by <= now:
                 self._queue.remove(request.request_id)
-                actions.append(Fail(request.request_id, _deadline_exceeded()))
+                actions.append(Fail(request.request_id, refusals.deadline_exceeded()))
             elif request.replica_wait_until <= now and not self._has_candidate(request):
                 self._queue.remove(request.request_id)
-                actions.append(Fail(request.request_id, _not_ready()))
+                actions.append(Fail(request.request_id, refusals.not_ready()))
 
     def _fail_orphans(self, now: float, actions: list[Action]) -> None:
         """Refuse what waited long enough for a replica and has none to wait for any more."""
         for request in self._queue.drain():
             if request.replica_wait_until <= now and not self._has_candidate(request):
                 self._queue.remove(request.request_id)
-                actions.append(Fail(request.request_id, _not_ready()))
+                actions.append(Fail(request.request_id, refusals.not_ready()))
 
-    def _enqueue(self, request: QueuedRequest, now: float, actions: list[Action]) -> None:
-        """Let a request wait, or refuse it when it would wait past its target."""
+    def _enqueue(
+        self,
+        request: QueuedRequest,
+        displaced: list[QueuedRequest],
+        now: float,
+        actions: list[Action],
+    ) -> None:
+        """Let a request wait in the place of others, or refuse it when it would wait too long."""
         routable = self._allowed(request, self._fleet.is_routable)
         if routable.any():
             answer = self._rate(request, now)[0]
@@ -348,9 +295,12 @@ class RouterCore:
                 ttft_s += self._queue.prefill_s / int(routable.sum())
                 left_s = request.first_token_by - now
                 if ttft_s > REFUSAL_MARGIN * left_s:
-                    actions.append(Fail(request.request_id, _cannot_meet(ttft_s, left_s)))
+                    actions.append(Fail(request.request_id, refusals.cannot_meet(ttft_s, left_s)))
                     return
                 request = dataclasses.replace(request, prefill_s=prefill_s)
+        for victim in displaced:
+            self._queue.remove(victim.request_id)
+            actions.append(Fail(victim.request_id, self._queue_full(victim, now)))
         self._queue.push(request)
 
     def _dispatch(self, now: float, actions: list[Action]) -> None:
@@ -393,7 +343,11 @@ class RouterCore:
             if best > REFUSAL_MARGIN * left_s:
                 if is_queued:
                     self._queue.remove(request.request_id)
-                error = _deadline_exceeded() if is_queued else _cannot_meet(best, left_s)
+                error = (
+                    refusals.deadline_exceeded()
+                    if is_queued
+                    else refusals.cannot_meet(best, left_s)
+                )
                 actions.append(Fail(request.request_id, error))
                 return True
         if not is_queued:
@@ -471,28 +425,7 @@ class RouterCore:
             self._device_index.forget(view.row)
         self._fleet.remove(view)
 
-    def _overloaded(self, num_prompt_tokens: int, now: float) -> Overloaded:
-        config = self._config
-        num_tokens = self._queue.num_tokens + num_prompt_tokens
-        return Overloaded(
-            f"the queue is full: {len(self._queue)} requests with {self._queue.num_tokens} prompt "
-            f"tokens wait (limits {config.max_queued_requests} and {config.max_queued_tokens})",
-            retry_after_s=self._drain_rate.retry_after_s(num_tokens, now),
+    def _queue_full(self, request: QueuedRequest, now: float) -> Overloaded:
+        return refusals.queue_full(
+            self._queue, self._drain_rate, num_prompt_tokens=request.num_prompt_tokens, now=now
         )
-
-
-def _cannot_meet(ttft_s: float, left_s: float) -> Overloaded:
-    return Overloaded(
-        f"the first token is predicted in {ttft_s:.1f} s, and wanted within {left_s:.1f} s",
-        retry_after_s=min(max(ttft_s - left_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S),
-    )
-
-
-def _deadline_exceeded() -> DeadlineExceeded:
-    return DeadlineExceeded("the request's time budget was spent before a replica could take it")
-
-
-def _not_ready() -> EngineNotReady:
-    return EngineNotReady(
-        "no replica is ready to take the request", retry_after_s=NOT_READY_RETRY_AFTER_S
-    )

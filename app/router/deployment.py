@@ -28,7 +28,8 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from app.router.core import RouterConfig, RouterCore
+from app.router.config import RouterConfig
+from app.router.core import RouterCore
 from app.router.event_sink import EventSink
 from app.router.events import (
     Event,

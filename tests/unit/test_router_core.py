@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 )
 
 from app.router.admission import DrainRate
-from app.router.core import RouterConfig, RouterCore
+from app.router.config import RouterConfig
+from app.router.core import RouterCore
 from app.router.cost import water_level
 from app.router.events import (
     Action,
@@ -566,3 +567,14 @@ def test_what_other_routers_may_have_sent_makes_the_emptiest_replicas_equal() ->
     assert water_level(np.array([0.0, 1.0, 5.0]), 3.0) == pytest.approx(2.0)
     assert water_level(np.array([4.0, 0.0]), 1.0) == pytest.approx(1.0)
     assert water_level(np.array([2.0, 2.0]), 6.0) == pytest.approx(5.0)
+
+
+def test_a_full_queue_refuses_the_heaviest_tenants_last_request_instead_of_a_light_ones() -> None:
+    core = make_core("a", max_waiting_per_replica=0, max_queued_requests=2)
+    for number in range(6):
+        core.on(arrived(f"heavy{number}", tenant="heavy"), float(number))
+    actions = core.on(arrived("light", tenant="light"), 7.0)
+    assert failures(actions) == {"heavy5": Overloaded}
+    assert failures(core.on(arrived("heavy6", tenant="heavy"), 8.0)) == {"heavy6": Overloaded}
+    assert sends(core.on(RequestEnded("heavy0"), 9.0)).keys() <= {"light", "heavy4"}
+    assert core.num_queued == 1
