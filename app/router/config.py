@@ -20,8 +20,8 @@ class RouterConfig:
         max_waiting_per_replica: requests sent beyond a replica's slots, so that a slot that
             becomes free is refilled in the next step without a round trip.
         replica_wait_s: how long a new request waits for a replica while none is ready; 0 refuses.
-        discovery_s: a router that has just started refuses nothing for want of a replica: a
-            restarted one hears of its replicas within a second.
+        discovery_s: a router that has just started, or lost touch with a replica, refuses nothing
+            for want of one: a replica that lives is heard of again within a second.
         migration_wait_s: the same as `replica_wait_s` for a request that was accepted before, by
             this router's queue or by a replica that it lost.
         max_silent_ticks: ticks (of about 1 s) without a word after which a replica counts as lost.

@@ -15,6 +15,7 @@ import numpy as np
 
 from app.router import refusals
 from app.router.admission import DrainRate, QueuedRequest, WaitingQueue
+from app.router.breakers import CircuitBreakers
 from app.router.config import RouterConfig
 from app.router.cost import Answer, Policy, PredictedCost, Question, fits
 from app.router.events import (
@@ -74,8 +75,9 @@ class RouterCore:
         self._fleet = Fleet(max_waiting_per_replica=config.max_waiting_per_replica)
         self._index = PrefixIndex(max_keys=config.max_indexed_pages)
         self._device_index: PrefixIndex | None = None  # only where there is a tier behind it
+        self._breakers = CircuitBreakers()
         self._sent: dict[str, tuple[QueuedRequest, ReplicaView]] = {}
-        self._started_at: float | None = None
+        self._hopes_until: float | None = None
 
     @property
     def num_queued(self) -> int:
@@ -119,8 +121,8 @@ class RouterCore:
     def on(self, event: Event, now: float) -> list[Action]:
         """Take an event at time `now` (seconds, never decreasing); return what to do, in order."""
         actions: list[Action] = []
-        if self._started_at is None:
-            self._started_at = now
+        if self._hopes_until is None:
+            self._hopes_until = now + self._config.discovery_s
         match event:
             case RequestArrived():
                 self._arrive(event, now, actions)
@@ -130,12 +132,15 @@ class RouterCore:
                 self._introduce(event, now)
             case LoadChanged():
                 self._update(event, now, actions)
-            case ReplicaSuspected(replica_id):
+            case ReplicaSuspected(replica_id, has_failed):
+                if has_failed:
+                    self._breakers.failed(replica_id, now)
                 self._suspect(replica_id, now, actions)
             case ReplicaRemoved(replica_id):
                 self._remove(replica_id, now, actions)
             case Ticked(is_second):
                 if is_second:
+                    self._tend_breakers(now)
                     self._count_silence(now, actions)
         self._expire(now, actions)
         self._dispatch(now, actions)
@@ -148,7 +153,7 @@ class RouterCore:
         config = self._config
         is_new = not event.excluded and not any(True for _ in self._fleet.routable())
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
-        assert self._started_at is not None
+        assert self._hopes_until is not None
         request = QueuedRequest(
             request_id=request_id,
             num_prompt_tokens=event.num_prompt_tokens,
@@ -156,7 +161,7 @@ class RouterCore:
             deadline=event.deadline,
             priority=event.priority,
             excluded=event.excluded,
-            replica_wait_until=max(now + wait_s, self._started_at + config.discovery_s),
+            replica_wait_until=max(now + wait_s, self._hopes_until),
             arrived_at=now,
             tenant=event.tenant,
             page_keys=event.page_keys,
@@ -188,11 +193,13 @@ class RouterCore:
             self._drain_rate.add(request.num_prompt_tokens, now)
             if num_output_tokens is not None:
                 self._queue.refund(request, num_output_tokens)
+                self._close_breaker(view)
             self._forget_if_done(view)
 
     def _introduce(self, event: ReplicaReported, now: float) -> None:
         view = self._fleet.add(event.replica_id)
         view.is_routable = True
+        view.max_outstanding = self._breakers.max_outstanding(event.replica_id, now)
         self._fleet.update(view, event.load, event.sequence, now)
         self._index.replace(view.row, event.cached_pages)
         if event.offloaded_pages:
@@ -231,6 +238,8 @@ class RouterCore:
         view = self._fleet.views.get(replica_id)
         if view is None:
             return
+        if view.is_routable:
+            self._hopes_until = now + self._config.discovery_s
         view.is_routable = False
         self._fleet.refresh(view)
         actions.append(Resubscribe(replica_id))
@@ -259,6 +268,19 @@ class RouterCore:
             if view.num_silent_ticks > self._config.max_silent_ticks:
                 self._remove(view.replica_id, now, actions)
 
+    def _tend_breakers(self, now: float) -> None:
+        """Let replicas try again whose breakers have been open for long enough."""
+        for replica_id in self._breakers.tend(now):
+            if (view := self._fleet.views.get(replica_id)) is not None:
+                view.max_outstanding = self._breakers.max_outstanding(replica_id, now)
+                self._fleet.refresh(view)
+
+    def _close_breaker(self, view: ReplicaView) -> None:
+        self._breakers.succeeded(view.replica_id)
+        if view.max_outstanding is not None:
+            view.max_outstanding = None
+            self._fleet.refresh(view)
+
     def _expire(self, now: float, actions: list[Action]) -> None:
         for request in self._queue.pop_due(now):
             if request.request_id not in self._queue:
@@ -286,7 +308,7 @@ class RouterCore:
     ) -> None:
         """Let a request wait in the place of others, or refuse it when it would wait too long."""
         routable = self._allowed(request, self._fleet.is_routable)
-        if routable.any():
+        if np.count_nonzero(routable):
             answer = self._rate(request, now)[0]
             if answer.ttft_s is not None and answer.queued_s is not None:
                 best = int(np.where(routable, answer.ttft_s, np.inf).argmin())
@@ -309,7 +331,7 @@ class RouterCore:
             return
         ready = self._ready()
         for request in self._queue.drain():
-            if not ready.any():
+            if not np.count_nonzero(ready):
                 break
             if self._send(request, ready, now, actions):
                 ready &= self._ready()
@@ -326,14 +348,14 @@ class RouterCore:
         Rows that turn out to have too long a backlog already leave `ready`. So do those that lack
         pages for the request: nothing behind it may take pages that it waits for.
         """
-        if not ready.any():
+        if not np.count_nonzero(ready):  # several times as fast as any()
             return False
         answer, question = self._rate(request, now)
         if answer.queued_s is not None:
             ready &= answer.queued_s <= self._config.max_backlog_s
         allowed = self._allowed(request, ready)
         candidates = allowed & self._fleet.has_pages_for(request.num_prompt_tokens)
-        if not candidates.any():
+        if not np.count_nonzero(candidates):
             ready &= ~allowed
             return False
         is_queued = request.request_id in self._queue
@@ -357,7 +379,7 @@ class RouterCore:
             ttft_s=None if left_s == np.inf else left_s,
             tpot_s=request.tpot_target_s,
         )
-        if meets is not None and (good := candidates & meets).any():
+        if meets is not None and np.count_nonzero(good := candidates & meets):
             candidates = good
         view = self._fleet.view_of(self._cheapest(answer, candidates))
         self._book(self._queue.serve(request.request_id), view, question, now)
@@ -367,7 +389,7 @@ class RouterCore:
     def _cheapest(self, answer: Answer, candidates: Bools) -> int:
         """Return the row of the lowest cost, ties at random."""
         costs = np.where(candidates, answer.cost, np.inf)
-        lowest = float(costs.min())
+        lowest = float(costs[costs.argmin()])
         ties = np.flatnonzero(costs <= lowest + max(TIE_S, answer.tie_s) + TIE_SHARE * abs(lowest))
         return int(ties[self._rng.randrange(len(ties))] if len(ties) > 1 else ties[0])
 
@@ -413,7 +435,7 @@ class RouterCore:
         return allowed
 
     def _has_candidate(self, request: QueuedRequest) -> bool:
-        return bool(self._allowed(request, self._fleet.is_routable).any())
+        return bool(np.count_nonzero(self._allowed(request, self._fleet.is_routable)))
 
     def _forget_if_done(self, view: ReplicaView) -> None:
         if not view.is_routable and not view.bookings:

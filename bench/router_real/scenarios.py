@@ -91,7 +91,7 @@ async def validation(
     }
 
 
-async def kill(service: Service, *, max_tokens: int = 96, kill_after: int = 8) -> dict[str, Any]:
+async def kill(service: Service, *, max_tokens: int = 256, kill_after: int = 4) -> dict[str, Any]:
     """One engine replica is killed under streams; all of them end as if nothing had happened.
 
     Args:
@@ -109,12 +109,12 @@ async def kill(service: Service, *, max_tokens: int = 96, kill_after: int = 8) -
         for ask in distinct(NUM_STREAMS, prompt_tokens=40, max_tokens=max_tokens, seed=200)
     ]
     undisturbed = await service.client.run_open(asks)
+    pids = service.engine_pids()
     replies = [Reply(ask=ask) for ask in asks]
     streams = [asyncio.create_task(service.client.stream(reply)) for reply in replies]
     while min(len(reply.token_ids) for reply in replies) < kill_after:
         assert not any(reply.error for reply in replies), [reply.error for reply in replies]
         await asyncio.sleep(0.02)
-    pids = service.engine_pids()
     num_running = sum(len(reply.token_ids) < max_tokens for reply in replies)
     service.kill_engine(pids[0])
     await asyncio.gather(*streams)

@@ -145,8 +145,7 @@ class Service:
         return [process.pid for process in found if process.group == ENGINE_GROUP]
 
     def kill_engine(self, pid: int) -> None:
-        """End one engine replica as a crash does."""
-        assert pid in self.engine_pids(), pid
+        """End one of `engine_pids` as a crash does."""
         os.kill(pid, signal.SIGKILL)
 
     @asynccontextmanager

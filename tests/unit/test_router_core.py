@@ -229,6 +229,17 @@ def test_a_suspected_replica_gets_nothing_until_it_reports() -> None:
     assert sends(core.on(arrived("t"), 0.0)) == {"t": running}
 
 
+def test_a_router_that_lost_touch_with_its_only_replica_waits_for_it_for_a_moment() -> None:
+    core = make_core("a", discovery_s=3.0)
+    core.on(ReplicaSuspected("a"), 100.0)
+    assert core.on(arrived("r"), 100.1) == []
+    assert sends(core.on(ReplicaReported("a", 9, IDLE), 101.0)) == {"r": "a"}
+    core.on(ReplicaSuspected("a"), 200.0)
+    assert core.on(arrived("s"), 202.9) == []
+    assert failures(core.on(Ticked(is_second=False), 203.0)) == {"s": EngineNotReady}
+    assert failures(core.on(arrived("t"), 203.1)) == {"t": EngineNotReady}
+
+
 def test_a_removed_replica_fails_what_it_ran_and_names_itself() -> None:
     core = make_core("a")
     core.on(arrived("r"), 0.0)
