@@ -28,6 +28,9 @@ class RouterConfig:
         max_backlog_s: a replica whose prompts will take longer than this gets no more; what waits
             here instead can still go anywhere, and in the best order.
         max_indexed_pages: keys in the index of the replicas' prefix caches.
+        max_batch_wait_ms: how long a request that could go out at once is held, so that others can
+            go with it; 0 holds nothing, which is best for generation.
+        max_batch_size: so many are not held any longer.
     """
 
     max_queued_requests: int = 1024
@@ -39,6 +42,8 @@ class RouterConfig:
     max_silent_ticks: int = 10
     max_backlog_s: float = 2.0
     max_indexed_pages: int = DEFAULT_MAX_KEYS
+    max_batch_wait_ms: float = 0.0
+    max_batch_size: int = 32
 
     def __post_init__(self) -> None:
         for name in (
@@ -46,6 +51,7 @@ class RouterConfig:
             "max_queued_tokens",
             "max_silent_ticks",
             "max_indexed_pages",
+            "max_batch_size",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
@@ -55,6 +61,7 @@ class RouterConfig:
             "discovery_s",
             "migration_wait_s",
             "max_backlog_s",
+            "max_batch_wait_ms",
         ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")

@@ -15,6 +15,7 @@ import numpy as np
 
 from app.router import refusals
 from app.router.admission import DrainRate, QueuedRequest, WaitingQueue
+from app.router.batch_window import BatchWindow
 from app.router.breakers import CircuitBreakers
 from app.router.config import RouterConfig
 from app.router.cost import Answer, Policy, PredictedCost, Question, fits
@@ -71,6 +72,9 @@ class RouterCore:
         self._queue = WaitingQueue(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
+        self._window = BatchWindow(
+            wait_s=config.max_batch_wait_ms / 1e3, max_size=config.max_batch_size
+        )
         self._drain_rate = DrainRate()
         self._fleet = Fleet(max_waiting_per_replica=config.max_waiting_per_replica)
         self._index = PrefixIndex(max_keys=config.max_indexed_pages)
@@ -116,7 +120,7 @@ class RouterCore:
 
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
-        return self._queue.next_due()
+        return min(self._queue.next_due(), self._window.next_due)
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take an event at time `now` (seconds, never decreasing); return what to do, in order."""
@@ -177,8 +181,10 @@ class RouterCore:
             if not displaced:
                 actions.append(Fail(request_id, self._queue_full(request, now)))
                 return
-        can_start_at_once = not len(self._queue) and self._send(
-            request, self._ready(), now, actions
+        can_start_at_once = (
+            not len(self._queue)
+            and not self._window.is_used
+            and self._send(request, self._ready(), now, actions)
         )
         if not can_start_at_once:
             self._enqueue(request, displaced, now, actions)
@@ -324,17 +330,21 @@ class RouterCore:
             self._queue.remove(victim.request_id)
             actions.append(Fail(victim.request_id, self._queue_full(victim, now)))
         self._queue.push(request)
+        if self._window.is_used:
+            self._window.join(now, start_by=request.first_token_by - request.prefill_s)
 
     def _dispatch(self, now: float, actions: list[Action]) -> None:
         """Send queued requests, in order, while any replica has credit."""
+        if len(self._queue) and not self._window.holds(now, len(self._queue)):
+            self._window.let_go()
+            ready = self._ready()
+            for request in self._queue.drain():
+                if not np.count_nonzero(ready):
+                    break
+                if self._send(request, ready, now, actions):
+                    ready &= self._ready()
         if not len(self._queue):
-            return
-        ready = self._ready()
-        for request in self._queue.drain():
-            if not np.count_nonzero(ready):
-                break
-            if self._send(request, ready, now, actions):
-                ready &= self._ready()
+            self._window.close()
 
     def _ready(self) -> Bools:
         """Which rows have a slot to give."""
