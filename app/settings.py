@@ -17,7 +17,7 @@ from app.auth import load_key_hashes
 from app.errors import ConfigError
 from app.ingress_config import IngressConfig
 from app.json_types import is_object
-from app.router.core import RouterConfig
+from app.router.config import RouterConfig
 from app.tool_calls.styles import CallStyle, ReasoningStyle
 from replicas.config import EngineConfig, TracingConfig
 from replicas.tracing import check_exporter

@@ -83,6 +83,7 @@ class _Tenant:
 
     order: list[tuple[int, float, int, str]] = field(default_factory=list)
     num_requests: int = 0
+    num_tokens: int = 0
     served: float = 0.0
 
 
@@ -92,6 +93,8 @@ class WaitingQueue:
     Fairness is by virtual token counters: of the tenants that wait, the one that has been served
     least goes first, and one that begins to wait starts from the least served of the others. So two
     tenants that both wait are never further apart than two of their largest requests.
+
+    The room is shared likewise: see `displaced_by`.
     """
 
     def __init__(self, *, max_requests: int, max_tokens: int) -> None:
@@ -120,6 +123,43 @@ class WaitingQueue:
             or self.num_tokens + num_prompt_tokens > self.max_tokens
         )
 
+    def displaced_by(self, request: QueuedRequest) -> list[QueuedRequest]:
+        """Choose what a request takes the place of in a full queue; empty: it has to stay out.
+
+        While the tenant that holds most of the queue holds more than the request's own would, its
+        last request makes room, unless it has a higher priority (push-out of the longest queue).
+        Otherwise whoever sends most would hold the queue, and equal turns at leaving it would be
+        worth nothing.
+        """
+        held = {
+            name: [tenant.num_requests, tenant.num_tokens]
+            for name, tenant in self._tenants.items()
+            if tenant.num_requests
+        }
+        own = held.pop(request.tenant, [0, 0])
+        own_share = self._share(own[0] + 1, own[1] + request.num_prompt_tokens)
+        num_requests, num_tokens = len(self._requests), self.num_tokens
+        lasts: dict[str, list[QueuedRequest]] = {}
+        displaced: list[QueuedRequest] = []
+        while num_requests and (
+            num_requests >= self.max_requests
+            or num_tokens + request.num_prompt_tokens > self.max_tokens
+        ):
+            name = max(held, key=lambda known: self._share(*held[known]), default=None)
+            if name is None or self._share(*held[name]) <= own_share:
+                return []
+            if name not in lasts:
+                lasts[name] = self._in_order(name)
+            victim = lasts[name].pop()
+            if victim.priority < request.priority:
+                return []
+            displaced.append(victim)
+            held[name][0] -= 1
+            held[name][1] -= victim.num_prompt_tokens
+            num_requests -= 1
+            num_tokens -= victim.num_prompt_tokens
+        return displaced
+
     def push(self, request: QueuedRequest) -> None:
         """Put a request in its place."""
         assert request.request_id not in self._requests, request
@@ -132,6 +172,7 @@ class WaitingQueue:
         if tenant.num_requests == 0:
             tenant.served = max(tenant.served, self._virtual_time)
         tenant.num_requests += 1
+        tenant.num_tokens += request.num_prompt_tokens
         entry = (request.priority, request.rank, next(self._arrivals), request.request_id)
         heapq.heappush(tenant.order, entry)
         for due_at in {request.replica_wait_until, request.first_token_by}:
@@ -143,7 +184,9 @@ class WaitingQueue:
         request = self._requests.pop(request_id)
         self.num_tokens -= request.num_prompt_tokens
         self.prefill_s = self.prefill_s - request.prefill_s if self._requests else 0.0
-        self._tenants[request.tenant].num_requests -= 1
+        tenant = self._tenants[request.tenant]
+        tenant.num_requests -= 1
+        tenant.num_tokens -= request.num_prompt_tokens
         return request
 
     def serve(self, request_id: str) -> QueuedRequest:
@@ -208,6 +251,15 @@ class WaitingQueue:
         while self._timers and self._timers[0][1] not in self._requests:
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else math.inf
+
+    def _share(self, num_requests: int, num_tokens: int) -> float:
+        """Of the queue's room, by the bound that is nearer."""
+        return max(num_requests / self.max_requests, num_tokens / self.max_tokens)
+
+    def _in_order(self, name: str) -> list[QueuedRequest]:
+        """Requests of a tenant, the last one last."""
+        entries = sorted(self._tenants[name].order)
+        return [self._requests[entry[3]] for entry in entries if entry[3] in self._requests]
 
     def _add_tenant(self, name: str) -> _Tenant:
         if len(self._tenants) >= MAX_IDLE_TENANTS:

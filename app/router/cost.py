@@ -19,10 +19,6 @@ STALL_WEIGHT = 0.02
 DECODE_WEIGHT = 0.05
 """What a second of the request's own output counts: of `max_tokens` most are never produced."""
 
-KV_PRESSURE_FROM = 0.9
-KV_PRESSURE_S = 1.0
-"""Cost of filling a replica's pages from `KV_PRESSURE_FROM` to the last: it preempts beyond."""
-
 MAX_PREFILL_SHARE = 0.95
 
 
@@ -93,7 +89,7 @@ class PredictedCost:
         """Return cost and predictions of each row."""
         costs = fleet.model.costs
         length = question.num_prompt_tokens
-        token_s, pair_s = fleet.token_s, fleet.pair_s
+        token_s, half_pair_s = fleet.token_s, fleet.half_pair_s
         queued = fleet.free_at - now
         np.maximum(queued, 0, out=queued)
         unseen_s = fleet.unseen_prefill_s(now)
@@ -101,22 +97,20 @@ class PredictedCost:
             np.maximum(queued, water_level(queued[fleet.is_routable], unseen_s), out=queued)
         queued += fleet.claimed_s
         held = np.minimum(question.held_tokens, length - 1)
-        own = prefill_s(held, length, token_s, pair_s)
+        own = prefill_s(held, length, token_s, half_pair_s)
         if question.device_tokens is not None:
             on_device = np.minimum(question.device_tokens, held)
             own += (held - on_device) * question.fetch_s_per_token
-            np.minimum(own, prefill_s(on_device, length, token_s, pair_s), out=own)
+            np.minimum(own, prefill_s(on_device, length, token_s, half_pair_s), out=own)
         ttft = queued + own
         ttft += fleet.step_s
         cost = own * fleet.outstanding
         cost *= STALL_WEIGHT
         cost += ttft
         cost += (DECODE_WEIGHT * costs.context * question.max_tokens) * fleet.coming_context
-        pressure = length * fleet.share_per_token
-        pressure += fleet.used_share
-        pressure -= KV_PRESSURE_FROM
+        pressure = length - fleet.calm_tokens
         np.maximum(pressure, 0, out=pressure)
-        pressure *= KV_PRESSURE_S / (1 - KV_PRESSURE_FROM)
+        pressure *= fleet.pressure_s_per_token
         cost += pressure
         tpot = None
         if question.is_tpot_wanted:
@@ -135,11 +129,10 @@ def water_level(depths: Floats, amount: float) -> float:
     return float(levels[first])
 
 
-def prefill_s(held: Floats, length: int, token_s: Floats, pair_s: Floats) -> Floats:
+def prefill_s(held: Floats, length: int, token_s: Floats, half_pair_s: Floats) -> Floats:
     """Return the seconds to compute prompt tokens [held, length)."""
     seconds = held + length
-    seconds *= pair_s
-    seconds *= 0.5
+    seconds *= half_pair_s
     seconds += token_s
     seconds *= length - held
     return seconds

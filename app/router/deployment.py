@@ -28,7 +28,8 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
-from app.router.core import RouterConfig, RouterCore
+from app.router.config import RouterConfig
+from app.router.core import RouterCore
 from app.router.event_sink import EventSink
 from app.router.events import (
     Event,
@@ -248,7 +249,7 @@ class RouterDeployment:
         try:
             answer: object = await call.response
         except RayActorError as error:  # died, or unavailable: gRPC cannot tell
-            self._feed(ReplicaSuspected(target))
+            self._feed(ReplicaSuspected(target, has_failed=True))
             return EngineDead(f"replica {target} was lost: {error}", replica_id=target)
         except (RequestCancelledError, asyncio.CancelledError):
             task = asyncio.current_task()
@@ -259,7 +260,8 @@ class RouterDeployment:
             # The core gave the replica up, or the replica's side of the call was cancelled.
             return call.answer or EngineDead(f"replica {target} left", replica_id=target)
         if isinstance(answer, EngineNotReady | EngineDead):
-            self._feed(ReplicaSuspected(answer.replica_id or target))
+            has_failed = isinstance(answer, EngineDead)
+            self._feed(ReplicaSuspected(answer.replica_id or target, has_failed=has_failed))
         assert isinstance(answer, GenerateResult | ServingError), type(answer)
         return answer
 

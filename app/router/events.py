@@ -95,9 +95,15 @@ class LoadChanged:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSuspected:
-    """A sign of trouble, or of draining: send nothing until it reports; what it runs may go on."""
+    """A sign of trouble, or of draining: send nothing until it reports; what it runs may go on.
+
+    Attributes:
+        replica_id: which one.
+        has_failed: a call to it was lost or failed, which its circuit breaker counts.
+    """
 
     replica_id: str
+    has_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,10 @@ Bools = npt.NDArray[np.bool_]
 SLOWNESS_WEIGHT = 0.05
 MIN_FOREIGN_SHARE = 0.25
 """With fewer requests of others, these are our own that have just ended."""
+KV_PRESSURE_FROM = 0.9
+KV_PRESSURE_S = 1.0
+"""Cost of filling a replica's pages from `KV_PRESSURE_FROM` to the last: it preempts beyond."""
+
 PREFILL_SHARE_S = 10.0
 """Window of `ReplicaView.prefill_share`."""
 
@@ -32,28 +36,24 @@ _COLUMNS = (
     "booked_tokens",
     "foreign",
     "page_size",
-    "used_share",
-    "share_per_token",
-    "chunk_tokens",
+    "calm_tokens",
+    "pressure_s_per_token",
     "context",
     "coming_context",
     "decodes",
     "pending_tokens",
-    "pending_pairs",
     "claimed_tokens",
-    "claimed_pairs",
     "loaded_at",
-    "slowness",
     "prefill_share",
     "step_s",
     "token_s",
-    "pair_s",
+    "half_pair_s",
     "free_at",
     "claimed_s",
 )
 
-EMPTY_ROW = np.array([1.0 if name in ("chunk_tokens", "slowness") else 0.0 for name in _COLUMNS])
-"""Of a row without a replica: counts for nothing, and can be divided by."""
+EMPTY_ROW = np.zeros(len(_COLUMNS))
+"""Of a row without a replica: counts for nothing."""
 
 
 class Fleet:
@@ -72,22 +72,18 @@ class Fleet:
     booked_tokens: Floats
     foreign: Floats
     page_size: Floats
-    used_share: Floats
-    share_per_token: Floats
-    chunk_tokens: Floats
+    calm_tokens: Floats
+    pressure_s_per_token: Floats
     context: Floats
     coming_context: Floats
     decodes: Floats
     pending_tokens: Floats
-    pending_pairs: Floats
     claimed_tokens: Floats
-    claimed_pairs: Floats
     loaded_at: Floats
-    slowness: Floats
     prefill_share: Floats
     step_s: Floats
     token_s: Floats
-    pair_s: Floats
+    half_pair_s: Floats
     free_at: Floats
     claimed_s: Floats
 
@@ -95,6 +91,10 @@ class Fleet:
         self.views: dict[str, ReplicaView] = {}
         self.model = model or StepModel()
         self._max_waiting = max_waiting_per_replica
+        # Kept, since every decision asks: requests at all replicas, and of those, not ours.
+        self._num_outstanding = 0
+        self._num_foreign = 0
+        self._counted: list[tuple[int, int]] = []
         self._view_of: list[ReplicaView | None] = []
         self._free_rows: list[int] = []
         self._table: Floats = np.zeros((len(_COLUMNS), 0))
@@ -123,6 +123,7 @@ class Fleet:
         del self.views[view.replica_id]
         self._view_of[view.row] = None
         self.is_routable[view.row] = False
+        self._count(view.row, 0, 0)
         self._table[:, view.row] = EMPTY_ROW
         self._free_rows.append(view.row)
 
@@ -153,6 +154,7 @@ class Fleet:
         """Write a view that has changed into its row."""
         load = view.load
         free, num_pages = view.num_creditable_pages, max(1, load.num_pages)
+        page_size = max(1, load.page_size)
         # Seconds at the model's present costs: a replica reports every second at least, so they
         # are never much older, and a decision need not work them out for every replica.
         costs, slowness = self.model.costs, view.slowness
@@ -161,17 +163,18 @@ class Fleet:
         pair_s = slowness * costs.pair
         pending = load.num_pending_prefill_tokens + load.num_waiting_tokens
         pending_s = token_s * pending + pair_s * load.num_pending_pairs
+        num_outstanding, num_foreign = view.num_outstanding, view.num_foreign
+        self._count(view.row, num_outstanding, num_foreign)
         self.is_routable[view.row] = view.is_routable
         self._table[:, view.row] = (
             view.free_slots(max_waiting=self._max_waiting),
-            free * load.page_size if view.num_outstanding and load.page_size else math.inf,
-            view.num_outstanding,
+            free * load.page_size if num_outstanding and load.page_size else math.inf,
+            num_outstanding,
             view.num_booked_tokens,
-            view.num_foreign,
+            num_foreign,
             load.page_size,
-            1 - free / num_pages,
-            1 / (max(1, load.page_size) * num_pages),
-            load.max_chunk_tokens or math.inf,
+            page_size * (free - (1 - KV_PRESSURE_FROM) * num_pages),
+            KV_PRESSURE_S / ((1 - KV_PRESSURE_FROM) * page_size * num_pages),
             load.num_decode_context_tokens,
             load.num_decode_context_tokens
             + load.num_pending_prefill_tokens
@@ -179,15 +182,12 @@ class Fleet:
             + view.num_claimed_tokens,
             load.num_decodes,
             pending,
-            load.num_pending_pairs,
             view.num_claimed_tokens,
-            view.num_claimed_pairs,
             view.loaded_at,
-            view.slowness,
             view.prefill_share,
             step_s,
             token_s,
-            pair_s,
+            0.5 * pair_s,
             view.loaded_at + pending_s,
             token_s * view.num_claimed_tokens + pair_s * view.num_claimed_pairs,
         )
@@ -201,7 +201,7 @@ class Fleet:
 
         From the share of the requests there that are not ours and the replicas' time on prompts.
         """
-        foreign, outstanding = float(self.foreign.sum()), float(self.outstanding.sum())
+        foreign, outstanding = self._num_foreign, self._num_outstanding
         if foreign < MIN_FOREIGN_SHARE * outstanding or outstanding == 0:
             return 0.0
         age = now - float(self.loaded_at.sum()) / len(self.views)
@@ -211,9 +211,16 @@ class Fleet:
         """Yield the replicas that take requests."""
         return (view for view in self.views.values() if view.is_routable)
 
+    def _count(self, row: int, num_outstanding: int, num_foreign: int) -> None:
+        before = self._counted[row]
+        self._num_outstanding += num_outstanding - before[0]
+        self._num_foreign += num_foreign - before[1]
+        self._counted[row] = (num_outstanding, num_foreign)
+
     def _grow(self, num_rows: int) -> None:
         old = self.num_rows
         self._view_of += [None] * (num_rows - old)
+        self._counted += [(0, 0)] * (num_rows - old)
         self._free_rows += range(num_rows - 1, old - 1, -1)
         table = np.tile(EMPTY_ROW[:, None], (1, num_rows))
         table[:, :old] = self._table

@@ -42,6 +42,7 @@ class PrefixIndex:
         self._live = 0
         self._num_dead = 0
         self._row_of: npt.NDArray[np.int64] = np.full(64, -1, np.int64)
+        self._live_rows: npt.NDArray[np.int64] | None = None  # of live columns, once asked for
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -92,6 +93,7 @@ class PrefixIndex:
             return
         self._live &= ~self._bits[column]
         self._row_of[column] = -1
+        self._live_rows = None
         self._num_dead += 1
         if self._num_dead > max(MIN_DEAD_COLUMNS, len(self._column_of)):
             self._sweep()
@@ -100,20 +102,19 @@ class PrefixIndex:
         """Return how many leading `keys` each replica holds, i64 [num_rows]; linear in `keys`."""
         hits = np.zeros(num_rows, np.int64)
         bits, live = self._bits, self._live
-        young, old = self._young, self._old
-        mask = live
+        mask, last = live, None
         depth = 0
-        for depth, key in enumerate(keys):
-            entry = young.get(key)
+        for depth, found in enumerate(map(self._young.get, keys)):
+            entry = self._refresh(keys[depth]) if found is None else found
             if entry is None:
-                entry = old.pop(key, None)
-                if entry is None:
-                    break
-                young[key] = entry
+                break
+            if entry == last:
+                continue
+            last = entry
             left = mask & (bits[entry] if entry >= 0 else -entry)
             if left != mask:
                 if depth:
-                    self._fill(hits, mask & ~left, depth)
+                    self._fill(hits, mask, depth)  # those of `left` are filled again, deeper
                 mask = left
                 if not mask:
                     break
@@ -123,8 +124,20 @@ class PrefixIndex:
             self._fill(hits, mask, depth)
         return hits
 
+    def _refresh(self, key: bytes) -> int | None:
+        """Move a key that was looked up into the young generation; return its entry, if any."""
+        entry = self._old.pop(key, None)
+        if entry is not None:
+            self._young[key] = entry
+        return entry
+
     def _fill(self, hits: npt.NDArray[np.int64], mask: int, depth: int) -> None:
         row_of = self._row_of
+        if mask == self._live:
+            if self._live_rows is None:
+                self._live_rows = row_of[row_of >= 0]
+            hits[self._live_rows] = depth
+            return
         if mask.bit_count() <= MAX_LISTED_BITS:
             while mask:
                 lowest = mask & -mask
@@ -147,6 +160,7 @@ class PrefixIndex:
                     self._row_of = np.concatenate([self._row_of, np.full(column, -1, np.int64)])
             self._column_of[row] = column
             self._row_of[column] = row
+            self._live_rows = None
             self._live |= self._bits[column]
         return column
 

@@ -61,6 +61,7 @@ class ReplicaView:
         slowness: duration of its steps against the model's prediction, an average; 1 is as fast as
             the others.
         prefill_share: share of time that it lately spent on prompts, in [0, 1].
+        max_outstanding: requests that it may have here, or None: as many as it has room for.
     """
 
     def __init__(self, replica_id: str, row: int = 0) -> None:
@@ -79,6 +80,7 @@ class ReplicaView:
         self.num_claimed_pairs = 0
         self.slowness = 1.0
         self.prefill_share = 0.0
+        self.max_outstanding: int | None = None
         self._claims: dict[str, _Claim] = {}  # by time of booking
 
     def update(self, load: ReplicaLoad, sequence: int, now: float) -> None:
@@ -118,7 +120,10 @@ class ReplicaView:
 
     def free_slots(self, *, max_waiting: int) -> int:
         """Return the requests that may be sent: free slots, and `max_waiting` to bridge a step."""
-        return self.load.num_slots + max_waiting - len(self.bookings) - self.num_foreign
+        room = self.load.num_slots + max_waiting - len(self.bookings) - self.num_foreign
+        if self.max_outstanding is None:
+            return room
+        return min(room, self.max_outstanding - len(self.bookings))
 
     @property
     def num_outstanding(self) -> int:

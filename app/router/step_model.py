@@ -24,6 +24,8 @@ REFIT_EVERY = 32
 FIRST_REFITS = 64
 """So many reports are each followed by a fit."""
 MIN_SCALE = 0.1
+_UPPER = tuple((i, j) for i in range(4) for j in range(i, 4))
+"""Entries of a symmetric matrix that are kept."""
 MIN_BUSY_S = 1e-4
 
 
@@ -60,9 +62,10 @@ class StepModel:
 
     def __init__(self, prior: StepCosts = PRIOR) -> None:
         self.costs = prior
-        self._prior = np.array([prior.step, prior.token, prior.pair, prior.context])
-        self._normal: npt.NDArray[np.float64] = PRIOR_WEIGHT * np.eye(4)
-        self._target: npt.NDArray[np.float64] = PRIOR_WEIGHT * np.ones(4)
+        self._prior = (prior.step, prior.token, prior.pair, prior.context)
+        # Plain floats: this runs for every report, and on four numbers numpy takes longer.
+        self._normal = [PRIOR_WEIGHT if i == j else 0.0 for i, j in _UPPER]
+        self._target = [PRIOR_WEIGHT] * 4
         self._scale = 0.5
         self._num_reports = 0
 
@@ -76,27 +79,34 @@ class StepModel:
         num_steps = after.num_steps - before.num_steps
         if seconds < MIN_BUSY_S or num_steps <= 0:
             return None
-        work = np.array(
-            [
-                num_steps,
-                after.num_computed_tokens - before.num_computed_tokens,
-                after.num_prefill_pairs - before.num_prefill_pairs,
-                after.num_context_tokens - before.num_context_tokens,
-            ]
+        work = (
+            num_steps,
+            after.num_computed_tokens - before.num_computed_tokens,
+            after.num_prefill_pairs - before.num_prefill_pairs,
+            after.num_context_tokens - before.num_context_tokens,
         )
         costs = self.costs
-        predicted = float(work @ (costs.step, costs.token, costs.pair, costs.context))
-        if work.min() < 0 or predicted <= 0:
+        predicted = (
+            work[0] * costs.step
+            + work[1] * costs.token
+            + work[2] * costs.pair
+            + work[3] * costs.context
+        )
+        if min(work) < 0 or predicted <= 0:
             return None
-        row = work * self._prior / seconds
         error = abs(math.log(predicted / seconds))
         weight = min(1.0, 2 * self._scale / error) if error > 0 else 1.0
         self._scale += 0.01 * (min(error, 4 * self._scale) - self._scale)
         self._scale = max(self._scale, MIN_SCALE)
-        self._normal *= FORGETTING
-        self._target *= FORGETTING
-        self._normal += weight * np.outer(row, row)
-        self._target += weight * row
+        row = [count * prior / seconds for count, prior in zip(work, self._prior, strict=True)]
+        weighted = [weight * value for value in row]
+        self._normal = [
+            FORGETTING * old + weighted[i] * row[j]
+            for old, (i, j) in zip(self._normal, _UPPER, strict=True)
+        ]
+        self._target = [
+            FORGETTING * old + value for old, value in zip(self._target, weighted, strict=True)
+        ]
         self._num_reports += 1
         if self._num_reports < FIRST_REFITS or self._num_reports % REFIT_EVERY == 0:
             self._refit()
@@ -104,7 +114,11 @@ class StepModel:
 
     def _refit(self) -> None:
         """Solve for the coefficients in units of the prior; negative ones become 0."""
-        normal, target = self._normal + RIDGE * np.eye(4), self._target + RIDGE
+        normal = RIDGE * np.eye(4)
+        for value, (i, j) in zip(self._normal, _UPPER, strict=True):
+            normal[i, j] += value
+            normal[j, i] = normal[i, j]
+        target = np.array(self._target) + RIDGE
         factors: npt.NDArray[np.float64] = np.zeros(4)
         active = [0, 1, 2, 3]
         while active:
@@ -113,5 +127,5 @@ class StepModel:
                 factors[active] = solution
                 break
             del active[int(solution.argmin())]
-        step, token, pair, context = (factors * self._prior).tolist()
+        step, token, pair, context = (factors * np.array(self._prior)).tolist()
         self.costs = StepCosts(step, token, pair, context)

@@ -58,6 +58,7 @@ def main(arguments: list[str] | None = None) -> None:
                 targets=(options.ttft_s, options.tpot_ms / 1e3),
                 event_interval_s=options.event_interval_s,
                 event_loss=options.event_loss,
+                batch_wait_ms=options.batch_wait_ms,
             )
             if options.command == "capacity":
                 low, high = min(options.rates), max(options.rates)
@@ -107,6 +108,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--tpot-ms", type=float, default=100.0)
     parser.add_argument("--event-interval-s", type=float, default=0.05)
     parser.add_argument("--event-loss", type=float, default=0.0)
+    parser.add_argument("--batch-wait-ms", type=float, default=0.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=None)
     return parser.parse_args(arguments)

@@ -10,7 +10,8 @@ import random
 import time
 from typing import Any
 
-from app.router.core import RouterConfig, RouterCore
+from app.router.config import RouterConfig
+from app.router.core import RouterCore
 from app.router.events import LoadChanged, ReplicaReported, RequestArrived, RequestEnded
 from bench.router_sim.experiment import quantile
 from replicas.page_keys import hash_prompt, hash_root

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.router_sim.hardware import HBM_ONLY, HOST_TIER, Hardware
 from bench.router_sim.policies import POLICIES
-from bench.router_sim.simulation import Outcome, Scenario, Simulation
+from bench.router_sim.simulation import SIM_CONFIG, Outcome, Scenario, Simulation
 from bench.router_sim.traces import replay
 
 TIERS: dict[str, Hardware] = {"hbm": HBM_ONLY, "host": HOST_TIER}
@@ -40,6 +40,7 @@ class Experiment:
         targets: (TTFT, TPOT) in seconds that requests carry under "+slo".
         event_interval_s: staleness of the load events.
         event_loss: share of events that are lost.
+        batch_wait_ms: the routers' `max_batch_wait_ms`.
     """
 
     trace: str = "conversation"
@@ -53,6 +54,7 @@ class Experiment:
     targets: tuple[float, float] = LOOSE
     event_interval_s: float = 0.05
     event_loss: float = 0.0
+    batch_wait_ms: float = 0.0
 
     def run(self, seed: int) -> Outcome:
         """Simulate once."""
@@ -74,7 +76,9 @@ class Experiment:
             copies=self.copies,
             seed=seed,
         )
-        return Simulation(scenario, requests, POLICIES[self.policy.removesuffix(TOLD)]).run()
+        config = dataclasses.replace(SIM_CONFIG, max_batch_wait_ms=self.batch_wait_ms)
+        policy = POLICIES[self.policy.removesuffix(TOLD)]
+        return Simulation(scenario, requests, policy, config).run()
 
 
 def summarise(outcome: Outcome) -> dict[str, float]:
@@ -97,6 +101,8 @@ def summarise(outcome: Outcome) -> dict[str, float]:
         "tpot_p99_ms": 1e3 * quantile(tpots, 0.99),
         "hit_share": sum(record.num_cached for record in served) / prompt_tokens,
         "imbalance": max(sent) * len(sent) / sum(sent),
+        "tokens_per_s": sum(record.request.num_output_tokens for record in served)
+        / max(record.ended_at for record in served),
         "preemptions": float(outcome.num_preemptions),
         "events_per_request": outcome.num_events / len(records),
         "decision_p50_us": 1e6 * quantile(decisions, 0.5),

@@ -22,8 +22,12 @@ class Hardware:
         chunk_tokens: prompt tokens of a step, counted at position 0; later ones count more, as in
             `replicas.engine.scheduler.PrefillBudget`.
         break_even_context: position at which they count double.
+        mixed_tokens: most tokens of a step that has decode rows, and `prefill_per_decode` prompt
+            tokens for each of them but at least `min_prefill_tokens`; None: as without any.
+        num_planned_steps: steps that are planned while one runs: an arrival misses them.
+        page_size: tokens of a page.
         num_slots: sequences at once.
-        num_pages: of `traces.PAGE_SIZE` tokens, on the device.
+        num_pages: on the device.
         num_host_pages: pages in host memory behind them.
         fetch_s: one page from host to device.
         start_s: from the order for a replica to its first report.
@@ -36,11 +40,23 @@ class Hardware:
     context_s: float = 3.6e-8
     chunk_tokens: int = 2048
     break_even_context: int = 52_500
+    mixed_tokens: int | None = None
+    prefill_per_decode: int = 2
+    min_prefill_tokens: int = 16
+    num_planned_steps: int = 0
+    page_size: int = 512
     num_slots: int = 64
     num_pages: int = 655
     num_host_pages: int = 0
     fetch_s: float = 3.3e-3
     start_s: float = 90.0
+
+    def prefill_tokens(self, num_decodes: int) -> int:
+        """Prompt tokens that a step takes beside so many decode rows, see `mixed_tokens`."""
+        if self.mixed_tokens is None or not num_decodes:
+            return self.chunk_tokens
+        wanted = max(self.min_prefill_tokens, self.prefill_per_decode * num_decodes)
+        return min(wanted, self.mixed_tokens - num_decodes)
 
     def step_s(self, num_tokens: int, num_pairs: float, num_context: float) -> float:
         """Duration of one step."""

@@ -97,8 +97,13 @@ class PageCache:
         """Device pages stored and dropped, and host pages likewise, since the last call."""
         parts: list[tuple[PageKey, ...]] = []
         for changes in (self._changes, self._host_changes):
-            parts.append(tuple(key for key, is_held in changes.items() if is_held))
-            parts.append(tuple(key for key, is_held in changes.items() if not is_held))
+            if not changes:
+                parts += ((), ())
+                continue
+            stored = tuple([key for key, is_held in changes.items() if is_held])
+            is_all = len(stored) == len(changes)
+            dropped = () if is_all else tuple([key for key, held in changes.items() if not held])
+            parts += (stored, dropped)
             changes.clear()
         return tuple(parts)
 

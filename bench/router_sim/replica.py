@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from bench.router_sim.hardware import Hardware
 from bench.router_sim.page_cache import PageCache
-from bench.router_sim.traces import PAGE_SIZE
 from replicas.wire import CacheChange, ReplicaLoad
 
 MIN_CHUNK_TOKENS = 8
@@ -40,6 +39,7 @@ class SimSequence:
         num_registered: of `page_keys`, how many were offered to the cache.
         ready_at: when its pages have come from the host.
         clock_start: the replica's decode clock at its first token since admission.
+        first_step: number of the first step that can still hold it.
         is_over: it left, by ending or by abort.
     """
 
@@ -57,6 +57,7 @@ class SimSequence:
     num_registered: int = 0
     ready_at: float = 0.0
     clock_start: int = -1
+    first_step: int = 0
     is_over: bool = False
 
     @property
@@ -107,8 +108,10 @@ class SimReplica:
         self.is_changed = True
         if self.wakes_at == math.inf:
             self._begin(now)
-        elif not self._chunks:
+            return
+        if not self._chunks:
             self._cut(now)
+        self._hold(sequence)
 
     def wake(self, now: float) -> None:
         """End the current stretch and begin the next."""
@@ -133,7 +136,7 @@ class SimReplica:
             num_slots=hardware.num_slots,
             num_free_pages=self.pages.num_free,
             num_pages=hardware.num_pages,
-            page_size=PAGE_SIZE,
+            page_size=hardware.page_size,
             num_pending_prefill_tokens=pending,
             num_steps=self._num_steps,
             num_preemptions=self.num_preemptions,
@@ -178,6 +181,9 @@ class SimReplica:
             self.wakes_at = now + hardware.step_s(num_tokens, pairs, self._context)
         elif num_decodes:
             self._num_iterations = self._due[0][0] - self._clock
+            if self._waiting and self._waiting[0].first_step > self._num_steps:
+                held = self._waiting[0].first_step - self._num_steps
+                self._num_iterations = min(self._num_iterations, held)
             if self._prefilling:  # until the first pages have come from the host
                 first = min(sequence.ready_at for sequence in self._prefilling)
                 self._num_iterations = min(self._num_iterations, self._iterations_until(first))
@@ -195,8 +201,10 @@ class SimReplica:
             if num_running >= self.hardware.num_slots:
                 return
             sequence = self._waiting[0]
+            if sequence.first_step > self._num_steps and num_running:
+                return
             depth, held = pages.match(sequence.page_keys)
-            num_private = sequence.num_target // PAGE_SIZE + 1 - depth
+            num_private = sequence.num_target // self.hardware.page_size + 1 - depth
             spare = num_running if num_running else 0
             if num_running and num_private + spare > pages.num_free:
                 return
@@ -206,7 +214,7 @@ class SimReplica:
             sequence.keys = list(sequence.page_keys[:depth])
             sequence.num_private = num_private
             sequence.num_registered = depth
-            sequence.num_computed = min(held * PAGE_SIZE, sequence.num_target - 1)
+            sequence.num_computed = min(held * self.hardware.page_size, sequence.num_target - 1)
             if sequence.num_cached is None:
                 sequence.num_cached = sequence.num_computed
             sequence.ready_at = now
@@ -219,7 +227,7 @@ class SimReplica:
 
     def _plan_chunks(self, now: float) -> None:
         hardware = self.hardware
-        budget = float(hardware.chunk_tokens)
+        budget = float(hardware.prefill_tokens(len(self._decodes)))
         for sequence in self._prefilling:
             if budget < 1:
                 return
@@ -261,7 +269,7 @@ class SimReplica:
 
     def _register(self, sequence: SimSequence) -> None:
         assert sequence.keys is not None
-        count = min(sequence.num_computed // PAGE_SIZE, len(sequence.page_keys))
+        count = min(sequence.num_computed // self.hardware.page_size, len(sequence.page_keys))
         for key in sequence.page_keys[sequence.num_registered : count]:
             if self.pages.register(key):
                 sequence.num_private -= 1
@@ -286,7 +294,9 @@ class SimReplica:
     def _schedule(self, sequence: SimSequence) -> None:
         """Note when the sequence next needs a page, or ends."""
         done = self._clock - sequence.clock_start
-        room = PAGE_SIZE - (sequence.num_prompt_tokens + done) % PAGE_SIZE
+        room = (
+            self.hardware.page_size - (sequence.num_prompt_tokens + done) % self.hardware.page_size
+        )
         steps = min(sequence.num_output_tokens - done, room)
         self._num_due += 1
         heapq.heappush(self._due, (self._clock + steps, self._num_due, sequence))
@@ -328,6 +338,15 @@ class SimReplica:
         assert sequence.keys is not None
         self.pages.release(sequence.keys, sequence.num_private)
         sequence.keys, sequence.num_private = None, 0
+
+    def _hold(self, sequence: SimSequence) -> None:
+        """Keep a sequence out of steps that are planned already.
+
+        The engine launches a step before the one before it has ended, so one more is planned.
+        """
+        if self.hardware.num_planned_steps:
+            ahead = self._num_iterations + self.hardware.num_planned_steps
+            sequence.first_step = self._num_steps + ahead
 
     def _cut(self, now: float) -> None:
         """End a stretch of decode steps with the step that runs now."""

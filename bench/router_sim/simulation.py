@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from app.router.core import RouterConfig, RouterCore
+from app.router.config import RouterConfig
+from app.router.core import RouterCore
 from app.router.cost import Policy
 from app.router.events import (
     Event,
@@ -30,7 +31,7 @@ from app.router.events import (
 )
 from bench.router_sim.hardware import Hardware
 from bench.router_sim.replica import SimReplica, SimSequence
-from bench.router_sim.traces import PAGE_SIZE, SimRequest
+from bench.router_sim.traces import SimRequest
 from replicas.errors import EngineDead
 
 
@@ -164,7 +165,7 @@ class Simulation:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = itertools.count()
         self._outcome = Outcome([Record(request) for request in requests])
-        fetch_s = scenario.hardware.fetch_s / PAGE_SIZE
+        fetch_s = scenario.hardware.fetch_s / scenario.hardware.page_size
         self._routers = [
             RouterCore(
                 config or SIM_CONFIG,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
@@ -20,7 +21,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from app.client import LLMClient
-from app.router.core import RouterConfig
+from app.router.config import RouterConfig
 from app.router.deployment import RouterDeployment
 from app.router.pinned import PinnedRequestRouter
 from replicas.config import EngineConfig, TracingConfig
@@ -32,7 +33,7 @@ from replicas.errors import (
     Overloaded,
     ServingError,
 )
-from replicas.wire import FinishReason, SamplingParams, ServiceStatus
+from replicas.wire import FinishReason, RoutingHints, SamplingParams, ServiceStatus
 from tests.fakes import KILL_TOKEN, FakeEngineOptions, StartFakeEngine, fake_output
 
 pytestmark = pytest.mark.ray
@@ -290,6 +291,32 @@ async def test_overload_is_refused_and_the_rest_completes(serve_port: int) -> No
     assert all(error.retry_after_s is not None and error.retry_after_s >= 1 for error in refused)
     assert not [a for a in answers if isinstance(a, ServingError) and not isinstance(a, Overloaded)]
     serve.delete("small")
+
+
+async def test_two_tenants_at_ten_to_one_get_equal_service(serve_port: int) -> None:
+    """Both always have more to ask than is served, and the queue is full all the time."""
+    handle = deploy(
+        "shared",
+        FakeEngineOptions(num_slots=2),
+        router=RouterConfig(max_queued_requests=8, max_waiting_per_replica=0),
+    )
+    served = {"heavy": 0, "light": 0}
+    async with connected(handle) as client:
+
+        async def ask_again_and_again(tenant: str) -> None:
+            while sum(served.values()) < 80:
+                with contextlib.suppress(Overloaded):
+                    await client.complete(
+                        (1,), SamplingParams(max_tokens=8), hints=RoutingHints(tenant=tenant)
+                    )
+                    served[tenant] += 1
+                await asyncio.sleep(0.005)
+
+        workers = [ask_again_and_again("heavy") for _ in range(60)]
+        workers += [ask_again_and_again("light") for _ in range(6)]
+        await asyncio.wait_for(asyncio.gather(*workers), timeout=60)
+    assert served["light"] > 0.7 * served["heavy"], served
+    serve.delete("shared")
 
 
 async def test_a_killed_replica_costs_no_token(serve_port: int, tmp_path: Path) -> None:

@@ -117,3 +117,65 @@ def test_the_memory_of_tenants_that_left_is_bounded() -> None:
         queue.push(queued("r", tenant=f"t{number}"))
         queue.serve("r")
     assert len(queue._tenants) < 10_000
+
+
+def bounded(max_requests: int, *, max_tokens: int = 10**9) -> WaitingQueue:
+    return WaitingQueue(max_requests=max_requests, max_tokens=max_tokens)
+
+
+def test_a_full_queue_makes_room_for_whoever_holds_less_of_it() -> None:
+    queue = bounded(4)
+    for number in range(4):
+        queue.push(queued(f"heavy{number}", tenant="heavy", arrived_at=number))
+    light = [queued(f"light{number}", tenant="light", arrived_at=9.0) for number in range(3)]
+    for request, victim in zip(light, ("heavy3", "heavy2"), strict=False):
+        (displaced,) = queue.displaced_by(request)
+        assert displaced.request_id == victim
+        queue.remove(victim)
+        queue.push(request)
+    assert queue.displaced_by(light[2]) == []
+    assert queue.displaced_by(queued("heavy4", tenant="heavy")) == []
+
+
+def test_room_is_made_by_tokens_where_tokens_are_what_is_short() -> None:
+    queue = bounded(100, max_tokens=100)
+    for number in range(3):
+        queue.push(queued(f"short{number}", tenant="short", num_prompt_tokens=5))
+    for number in range(4):
+        queue.push(queued(f"long{number}", tenant="long", num_prompt_tokens=20, arrived_at=number))
+    wide = queued("wide", tenant="wide", num_prompt_tokens=30)
+    assert [victim.request_id for victim in queue.displaced_by(wide)] == ["long3", "long2"]
+    assert queue.displaced_by(queued("too wide", tenant="wide", num_prompt_tokens=50)) == []
+
+
+def test_nobody_is_displaced_by_a_lower_priority() -> None:
+    queue = bounded(2)
+    for number in range(2):
+        queue.push(queued(f"heavy{number}", tenant="heavy", priority=1, arrived_at=number))
+    assert queue.displaced_by(queued("light", tenant="light", priority=2)) == []
+    assert len(queue.displaced_by(queued("light", tenant="light", priority=1))) == 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_tenant_that_offers_more_than_its_share_gets_it_beside_one_that_offers_ten_times_more(
+    seed: int,
+) -> None:
+    """Both always offer more than is served, so that the queue is full: service stays equal."""
+    rng = random.Random(seed)
+    queue = bounded(20)
+    served = {"heavy": 0, "light": 0}
+    for number in range(4000):
+        tenant = "light" if rng.random() < 1 / 11 else "heavy"
+        request = queued(f"{number}", tenant=tenant, arrived_at=float(number))
+        if queue.is_full_for(request.num_prompt_tokens):
+            displaced = queue.displaced_by(request)
+            for victim in displaced:
+                queue.remove(victim.request_id)
+            if displaced:
+                queue.push(request)
+        else:
+            queue.push(request)
+        if number > 200 and number % 7 == 0:
+            first = next(iter(queue.drain()))
+            served[queue.serve(first.request_id).tenant] += 1
+    assert abs(served["heavy"] - served["light"]) <= 2

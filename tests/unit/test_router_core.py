@@ -19,7 +19,8 @@ from hypothesis.stateful import (
 )
 
 from app.router.admission import DrainRate
-from app.router.core import RouterConfig, RouterCore
+from app.router.config import RouterConfig
+from app.router.core import RouterCore
 from app.router.cost import water_level
 from app.router.events import (
     Action,
@@ -226,6 +227,17 @@ def test_a_suspected_replica_gets_nothing_until_it_reports() -> None:
     assert core.num_booked == 4, "what runs there may go on"
     core.on(ReplicaReported(running, 9, IDLE), 0.0)
     assert sends(core.on(arrived("t"), 0.0)) == {"t": running}
+
+
+def test_a_router_that_lost_touch_with_its_only_replica_waits_for_it_for_a_moment() -> None:
+    core = make_core("a", discovery_s=3.0)
+    core.on(ReplicaSuspected("a"), 100.0)
+    assert core.on(arrived("r"), 100.1) == []
+    assert sends(core.on(ReplicaReported("a", 9, IDLE), 101.0)) == {"r": "a"}
+    core.on(ReplicaSuspected("a"), 200.0)
+    assert core.on(arrived("s"), 202.9) == []
+    assert failures(core.on(Ticked(is_second=False), 203.0)) == {"s": EngineNotReady}
+    assert failures(core.on(arrived("t"), 203.1)) == {"t": EngineNotReady}
 
 
 def test_a_removed_replica_fails_what_it_ran_and_names_itself() -> None:
@@ -566,3 +578,59 @@ def test_what_other_routers_may_have_sent_makes_the_emptiest_replicas_equal() ->
     assert water_level(np.array([0.0, 1.0, 5.0]), 3.0) == pytest.approx(2.0)
     assert water_level(np.array([4.0, 0.0]), 1.0) == pytest.approx(1.0)
     assert water_level(np.array([2.0, 2.0]), 6.0) == pytest.approx(5.0)
+
+
+def test_a_full_queue_refuses_the_heaviest_tenants_last_request_instead_of_a_light_ones() -> None:
+    core = make_core("a", max_waiting_per_replica=0, max_queued_requests=2)
+    for number in range(6):
+        core.on(arrived(f"heavy{number}", tenant="heavy"), float(number))
+    actions = core.on(arrived("light", tenant="light"), 7.0)
+    assert failures(actions) == {"heavy5": Overloaded}
+    assert failures(core.on(arrived("heavy6", tenant="heavy"), 8.0)) == {"heavy6": Overloaded}
+    assert sends(core.on(RequestEnded("heavy0"), 9.0)).keys() <= {"light", "heavy4"}
+    assert core.num_queued == 1
+
+
+def test_a_batch_window_lets_requests_go_together_when_its_time_is_up() -> None:
+    core = make_core("a", "b", max_batch_wait_ms=10.0)
+    assert core.on(arrived("r"), 1.0) == []
+    assert core.on(arrived("s"), 1.005) == []
+    assert core.next_wakeup() == pytest.approx(1.01)
+    assert core.on(Ticked(is_second=False), 1.009) == []
+    assert sends(core.on(Ticked(is_second=False), 1.011)).keys() == {"r", "s"}
+    assert core.next_wakeup() == float("inf")
+    assert core.on(arrived("t"), 2.0) == [], "the next one opens a window of its own"
+
+
+def test_a_batch_that_nobody_waits_for_any_more_wakes_nobody() -> None:
+    core = make_core("a", max_batch_wait_ms=10.0)
+    core.on(arrived("r"), 1.0)
+    core.on(RequestEnded("r"), 1.001)
+    assert core.next_wakeup() == float("inf")
+    core.on(arrived("s"), 1.005)
+    assert core.next_wakeup() == pytest.approx(1.015)
+
+
+def test_a_full_batch_does_not_wait() -> None:
+    core = make_core("a", max_batch_wait_ms=1000.0, max_batch_size=3)
+    assert core.on(arrived("r"), 0.0) == core.on(arrived("s"), 0.0) == []
+    assert sends(core.on(arrived("t"), 0.0)).keys() == {"r", "s", "t"}
+
+
+def test_a_batch_does_not_wait_longer_than_its_members_can() -> None:
+    core = make_core("a", max_batch_wait_ms=1000.0)
+    core.on(arrived("patient"), 0.0)
+    core.on(arrived("urgent", ttft_target_s=0.2), 0.0)
+    assert 0.05 < core.next_wakeup() <= 0.1
+    assert len(sends(core.on(Ticked(is_second=False), core.next_wakeup()))) == 2
+
+
+def test_what_waits_for_a_replica_is_not_held_as_well() -> None:
+    core = make_core("a", max_batch_wait_ms=10.0, max_waiting_per_replica=0)
+    for number in range(6):
+        core.on(arrived(f"r{number}"), 0.0)
+    assert len(sends(core.on(Ticked(is_second=False), 0.011))) == 4
+    assert core.next_wakeup() > 1
+    assert len(sends(core.on(RequestEnded("r0"), 0.02))) == 1
+    assert core.on(arrived("late"), 0.03) == []
+    assert len(sends(core.on(RequestEnded("r1"), 0.031))) == 1
