@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 _IDLE_BEAT_S = 1.0
 """How often an idle loop shows that it lives."""
 
+_MAX_UNWATCHED_S = 2.0
+"""Silence between two looks counts at most so much: when the whole process was stopped, the device
+thread was, too."""
+
 _SWITCH_INTERVAL_S = 2e-4
 
 _STOP = object()
@@ -38,7 +42,8 @@ class EngineLoop:
         engine: Engine[Any],
         on_step: Callable[[StepEvents], None],
         *,
-        max_silence_s: float = 30.0,
+        max_silence_s: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Wrap a warmed-up engine; `start` must follow.
 
@@ -46,6 +51,7 @@ class EngineLoop:
             engine: used by the device thread only from here on.
             on_step: called on the device thread after each step; must be quick, never block.
             max_silence_s: a step that takes longer than this counts as hung.
+            clock: seconds, for the silence.
         """
         self._engine = engine
         self._on_step = on_step
@@ -53,7 +59,12 @@ class EngineLoop:
         self._idle_beat_s = min(_IDLE_BEAT_S, max_silence_s / 3)
         self._inbox: queue.SimpleQueue[GenerateRequest | str | object] = queue.SimpleQueue()
         self._load = engine.load()
-        self._last_beat_s = time.monotonic()
+        self._num_beats = 0
+        self._seen_beats = 0
+        self._clock = clock
+        self._looked_at_s = clock()
+        self._silence_s = 0.0
+        self._watch_lock = threading.Lock()
         self._error: BaseException | None = None
         self._is_stopping = False
         self._live_ids: set[str] = set()
@@ -69,7 +80,7 @@ class EngineLoop:
         # The device thread and the event loop hand each other work of well under a millisecond;
         # Python's default makes either wait 5 ms for the other.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._last_beat_s = time.monotonic()
+        self._looked_at_s = self._clock()
         self._thread.start()
 
     def submit(self, request: GenerateRequest) -> None:
@@ -108,22 +119,35 @@ class EngineLoop:
         return self._engine.stats
 
     def check_health(self) -> None:
-        """Return if the device thread lives.
+        """Return if the device thread lives. To be called about once a second; thread-safe.
 
         Raises:
             EngineDead: it ended, or has not finished a step for `max_silence_s`.
         """
         if self._error is not None:
             raise EngineDead(f"the device thread ended: {self._error!r}")
-        silence_s = time.monotonic() - self._last_beat_s
-        if silence_s > self._max_silence_s:
+        if (silence_s := self._observe_silence()) > self._max_silence_s:
             raise EngineDead(f"the device thread has been silent for {silence_s:.0f} s")
 
+    def _observe_silence(self) -> float:
+        """Return the seconds since the thread's last sign of life, as far as this process ran."""
+        with self._watch_lock:
+            now, beats = self._clock(), self._num_beats
+            if beats != self._seen_beats:
+                self._seen_beats, self._silence_s = beats, 0.0
+            else:
+                self._silence_s += min(now - self._looked_at_s, _MAX_UNWATCHED_S)
+            self._looked_at_s = now
+            return self._silence_s
+
     def stop(self) -> None:
-        """End the device thread after the current step; live requests get no further deltas."""
+        """End the device thread after the current step; live requests get no further deltas.
+
+        A thread that hangs is not waited for: it ends with the process.
+        """
         self._is_stopping = True
         self._inbox.put(_STOP)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._silence_s <= self._max_silence_s:
             self._thread.join(timeout=self._max_silence_s)
 
     def _run(self) -> None:
@@ -136,7 +160,7 @@ class EngineLoop:
                         delta.request_id for delta in events.deltas if delta.result is not None
                     )
                     self._on_step(events)
-                self._last_beat_s = time.monotonic()
+                self._num_beats += 1
         except BaseException as error:
             logger.exception("the device thread failed; the replica must be replaced")
             self._error = error

@@ -163,7 +163,8 @@ def start_engine_loop(
     Raises:
         ValueError: the configuration or the model directory is unusable.
     """
-    loop = EngineLoop(build_engine(config, report_progress or _ignore_progress), on_step)
+    engine = build_engine(config, report_progress or _ignore_progress)
+    loop = EngineLoop(engine, on_step, max_silence_s=config.max_step_s)
     loop.start()
     return loop
 
@@ -407,7 +408,7 @@ def _fingerprint(
     environment: dict[str, str],
     sources: str,
 ) -> str:
-    shape = dataclasses.replace(config, model="", program_store=None)
+    shape = dataclasses.replace(config, model="", program_store=None, max_step_s=1.0)
     parts = {"sources": sources, "model": repr(model_config), "engine": repr(shape)}
     return hash_parts(environment | parts)
 

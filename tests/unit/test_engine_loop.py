@@ -115,6 +115,31 @@ def test_a_hung_device_is_reported(started):
     gate.set()
 
 
+def test_time_in_which_the_whole_process_was_stopped_is_no_silence():
+    engine, runner = make_engine()
+    now = [0.0]
+    loop = EngineLoop(engine, Collector(), max_silence_s=15.0, clock=lambda: now[0])
+    entered, gate = threading.Event(), threading.Event()
+    launch = runner.launch
+    runner.launch = lambda plan: (entered.set(), gate.wait(30), launch(plan))[2]
+    loop.start()
+    loop.submit(make_request("a", [1]))
+    assert entered.wait(10)
+    loop.check_health()  # sees the last sign of life
+    now[0] += 600  # SIGSTOP, a paused machine
+    loop.check_health()
+    for _ in range(12):
+        now[0] += 1
+        loop.check_health()
+    now[0] += 3
+    with pytest.raises(EngineDead, match="silent"):
+        loop.check_health()
+    began = time.monotonic()
+    loop.stop()  # a thread that hangs is not waited for
+    assert time.monotonic() - began < 5
+    gate.set()
+
+
 def test_a_stopped_loop_refuses_requests(started):
     loop, _, _ = started
     loop.stop()
