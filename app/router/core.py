@@ -174,6 +174,16 @@ class RouterCore:
         """Replicas that take requests, by id."""
         return {view.replica_id: view for view in self._fleet.routable()}
 
+    def configure(self, config: RouterConfig) -> None:
+        """Take other limits from the next event on; what was accepted stays.
+
+        `max_indexed_pages` stays as it was: it sizes what is held already.
+        """
+        self._config = dataclasses.replace(config, max_indexed_pages=self._config.max_indexed_pages)
+        self._queue.max_requests = config.max_queued_requests
+        self._queue.max_tokens = config.max_queued_tokens
+        self._fleet.set_max_waiting(config.max_waiting_per_replica)
+
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
         return self._queue.next_due()

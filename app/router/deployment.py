@@ -28,6 +28,8 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from app.errors import ConfigError
+from app.light_settings import LIGHT_ROUTER_SETTINGS, apply_light_settings
 from app.router.core import RouterConfig, RouterCore
 from app.router.event_sink import EventSink
 from app.router.events import (
@@ -101,8 +103,10 @@ class RouterDeployment:
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="router", instance=context.replica_id.unique_id
         )
-        self._core = RouterCore(config or RouterConfig(), random.Random())
+        self._config = config or RouterConfig()
+        self._core = RouterCore(self._config, random.Random())
         self._loop = asyncio.get_running_loop()
+        self._is_configured = False
         self._calls: dict[str, _Call] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at = math.inf
@@ -153,6 +157,24 @@ class RouterDeployment:
                 self._metrics.observe_answer(answer)
                 return answer
             excluded = (*excluded, refused_by)
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take the limits of Serve's `user_config` in place of those of `args`, without a restart.
+
+        Raises:
+            ConfigError: a limit is unknown or wrong, and this is the replica's start; later the
+                limits in force stay, and the log says so.
+        """
+        try:
+            config = apply_light_settings(self._config, user_config, LIGHT_ROUTER_SETTINGS)
+        except ConfigError as error:
+            if not self._is_configured:
+                raise
+            logger.error("user_config of the router is not used: %s", error)
+            return
+        self._is_configured = True
+        self._core.configure(config)
+        logger.info("the router's settings are now %s", config)
 
     async def status(self) -> ServiceStatus:
         """Return what the router knows now."""

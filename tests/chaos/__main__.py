@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -137,7 +138,10 @@ async def _strike(service: Service, fault: Fault, references: list[list[int]]) -
     traffic.start()
     await asyncio.sleep(WARM_S)
     fault_at = time.monotonic()
-    await fault.strike(service)
+    try:
+        await fault.strike(service)
+    except AssertionError as error:
+        outcome.problems.append(str(error))
     if fault.ends_cluster:
         await _restart(service, outcome)
     else:
@@ -168,9 +172,8 @@ async def _strike(service: Service, fault: Fault, references: list[list[int]]) -
 
 async def _restart(service: Service, outcome: Outcome) -> None:
     """Wait for the launcher to end, as a supervisor does, and start it again."""
-    deadline = time.monotonic() + CLUSTER_LIMIT_S
-    while service.launcher.poll() is None and time.monotonic() < deadline:
-        await asyncio.sleep(POLL_S)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(service.launcher.wait, CLUSTER_LIMIT_S)
     if service.launcher.poll() is None:
         outcome.problems.append("the launcher did not notice")
         await asyncio.to_thread(service.stop)

@@ -12,9 +12,11 @@ import os
 import resource
 import shutil
 import subprocess
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.chaos import sockets
 from tests.chaos.service import (
@@ -22,6 +24,8 @@ from tests.chaos.service import (
     ENGINE,
     GCS,
     INGRESS,
+    NUM_ENGINES,
+    NUM_INGRESSES,
     PROXY,
     PROXY_MANAGER,
     ROUTER,
@@ -32,6 +36,7 @@ from tests.chaos.traffic import flood
 STOPPED_S = 20.0
 STORE_BYTES = 16 << 20
 FLOOD_REQUESTS = 400
+CHANGE_LIMIT_S = 90.0
 
 
 @dataclass(frozen=True)
@@ -111,12 +116,16 @@ def empty_store(service: Service) -> None:
 async def _exhaust_memory(service: Service) -> None:
     """No more address space than it has: its next large allocation fails."""
     pid = service.pids(ENGINE)[0]
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-    limit = pages * os.sysconf("SC_PAGE_SIZE")
+    limit = _address_space(pid)
     resource.prlimit(pid, resource.RLIMIT_AS, (limit, limit))
     # Threads and pools of a process that starves do not ask for much at once: be sure.
     resource.prlimit(pid, resource.RLIMIT_DATA, (1 << 20, 1 << 20))
     await asyncio.sleep(10.0)
+
+
+def _address_space(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 async def _flood(service: Service) -> None:
@@ -127,6 +136,85 @@ async def _jump_clock(service: Service) -> None:
     for offset_s in (3600.0, -3600.0, 0.0):
         service.set_clock(offset_s)
         await asyncio.sleep(7.0)
+
+
+async def _until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + CHANGE_LIMIT_S
+    while not await asyncio.to_thread(condition):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {CHANGE_LIMIT_S:.0f} s: {what}")
+        await asyncio.sleep(0.25)
+
+
+def _user_config(deployment: str, **settings: Any) -> Callable[[dict[str, Any]], None]:
+    def change(application: dict[str, Any]) -> None:
+        application["deployments"] = [{"name": deployment, "user_config": settings}]
+
+    return change
+
+
+async def _change_light_settings(service: Service) -> None:
+    """Limits of the ingress change under its streams; no process is replaced."""
+    before = service.replicas()
+    body = {"prompt": "a", "max_tokens": 1, "n": 3}
+    for max_choices, status in ((2, 400), (128, 200)):
+        service.deploy(_user_config("Ingress", max_choices=max_choices))
+        for _ in range(NUM_INGRESSES):  # a request reaches any one of them
+            await _until(lambda want=status: service.post(body) == want, f"status {status}")
+    assert service.replicas() == before, "a replica was replaced"
+
+
+async def _scale(service: Service) -> None:
+    """One engine replica less, and again as many: what the leaving one runs, it finishes."""
+
+    def count(num_replicas: int) -> Callable[[dict[str, Any]], None]:
+        def change(application: dict[str, Any]) -> None:
+            application["deployments"] = [{"name": "Engine", "num_replicas": num_replicas}]
+
+        return change
+
+    service.deploy(count(NUM_ENGINES - 1))
+    await _until(lambda: len(service.pids(ENGINE)) == NUM_ENGINES - 1, "a replica less")
+    service.deploy(count(NUM_ENGINES))
+
+
+async def _roll(service: Service) -> None:
+    """Other args: every process is replaced, one after the other, under the streams."""
+    before = service.replicas()
+
+    def change(application: dict[str, Any]) -> None:
+        application["args"]["router"] = {"max_queued_requests": 2000}
+
+    service.deploy(change)
+    await _until(
+        lambda: not before & service.replicas() and service.is_whole(), "all replicas replaced"
+    )
+
+
+BAD_ARGS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("engine", {"max_seqs": 8}, "engine.max_seqs: there is no such setting"),
+    ("engine", {"max_num_seqs": 64, "max_mixed_tokens": 32}, "max_mixed_tokens (32) must be"),
+    ("engine", {"memory_bytes": 1000}, "engine.memory_bytes: the weights of"),
+    ("replicas", {"resources": {"TPU": 16}}, "replicas.resources.TPU: a replica takes"),
+    ("replicas", {"resources": {"TPU": 4}}, "replicas.resources.TPU: a replica wants 4"),
+)
+
+
+async def _send_bad_configs(service: Service) -> None:
+    """Each is refused with its key, and the version that runs is not touched."""
+    before = service.replicas()
+    for section, fields, message in BAD_ARGS:
+
+        def change(application: dict[str, Any], section=section, fields=fields) -> None:
+            application["args"].setdefault(section, {}).update(fields)
+
+        service.deploy(change)
+        await _until(
+            lambda want=message: want in service.application()["message"], f"refusal: {message}"
+        )
+        assert service.replicas() == before, f"a replica was replaced for {message}"
+    service.deploy(lambda application: None)
+    await _until(lambda: service.application()["status"] == "RUNNING", "as before")
 
 
 FAULTS = (
@@ -149,6 +237,10 @@ FAULTS = (
     Fault("no-memory", "an engine replica gets no more memory", _exhaust_memory),
     Fault("flood", f"{FLOOD_REQUESTS} clients that connect and leave", _flood),
     Fault("clock", "wall clock 1 h ahead, 1 h behind, right again", _jump_clock),
+    Fault("light-settings", "limits change by `user_config`", _change_light_settings),
+    Fault("bad-config", f"{len(BAD_ARGS)} wrong configs are deployed", _send_bad_configs),
+    Fault("scale", "an engine replica less, then again as many", _scale),
+    Fault("roll", "rolling update: every process replaced", _roll),
     Fault("kill-gcs", "kill -9 the head's GCS", _kill(GCS), max_errors=None, ends_cluster=True),
 )
 

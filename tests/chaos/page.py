@@ -7,8 +7,8 @@ from typing import Any
 from bench import report
 
 PAGE = report.ROOT / "docs" / "reliability.md"
-BEGIN = "<a id=\"chaos-table\"></a>\n"
-END = "<a id=\"chaos-table-end\"></a>\n"
+BEGIN = '<a id="chaos-table"></a>\n'
+END = '<a id="chaos-table-end"></a>\n'
 
 
 def render(outcomes: list[dict[str, Any]], stamp: dict[str, Any]) -> str:

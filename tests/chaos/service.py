@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ import yaml
 
 from app.launch_config import find_free
 from app.process_tree import find_members
+from app.readiness import dashboard_headers
 from bench import processes
 from bench.top import Scrape, parse
 from tests.checkpoints import TINY_LLAMA, write_checkpoint
@@ -75,7 +76,7 @@ class Service:
                 "max_mixed_tokens": 32,
                 "program_store": str(self.store),
             },
-            "replicas": {"num_replicas": NUM_ENGINES},
+            "replicas": {"num_replicas": NUM_ENGINES, "drain_timeout_s": 60},
             "ingress": {"num_replicas": NUM_INGRESSES},
         }
         self.config_path = directory / "serve_config.yaml"
@@ -164,6 +165,37 @@ class Service:
         with self._clock.open("r+b") as file:
             file.write(struct.pack("d", offset_s))
 
+    def deploy(self, change: Callable[[dict[str, Any]], None]) -> None:
+        """Change the application's part of the config, and send it to Serve as an operator does."""
+        config = yaml.safe_load((ROOT / "run" / str(self.port) / "serve_config.yaml").read_text())
+        change(config["applications"][0])
+        config.pop("controller_options", None)  # are for Serve's start
+        request = urllib.request.Request(
+            f"{self.dashboard_url}/api/serve/applications/",
+            data=json.dumps(config).encode(),
+            headers={"Content-Type": "application/json", **dashboard_headers()},
+            method="PUT",
+        )
+        with _OPENER.open(request, timeout=30) as response:
+            response.read()
+
+    def application(self) -> dict[str, Any]:
+        """What Serve says of the application: status, message, deployments."""
+        request = urllib.request.Request(
+            f"{self.dashboard_url}/api/serve/applications/", headers=dashboard_headers()
+        )
+        with _OPENER.open(request, timeout=30) as response:
+            return json.load(response)["applications"]["systole"]
+
+    @property
+    def dashboard_url(self) -> str:
+        """Of the latest start."""
+        return re.findall(r"Dashboard +(http://\S+)", self.log.read_text())[-1]
+
+    def replicas(self) -> set[int]:
+        """Processes of all deployments."""
+        return {pid for group in (ENGINE, ROUTER, INGRESS) for pid in self.pids(group)}
+
     def is_whole(self) -> bool:
         """Whether all replicas live, all engines take requests, and the proxy answers."""
         body = self.get_json("/ready")
@@ -210,6 +242,21 @@ class Service:
     def get_text(self, path: str) -> str:
         """Body of a GET, whatever its status; "" where there is none."""
         return self._fetch(self.url + path)
+
+    def post(self, body: dict[str, Any]) -> int:
+        """Status of a completion; 0 where there is none."""
+        request = urllib.request.Request(
+            f"{self.url}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        try:
+            with _OPENER.open(request, timeout=30) as response:
+                return response.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
 
     @staticmethod
     def _fetch(url: str) -> str:

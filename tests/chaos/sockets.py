@@ -1,7 +1,7 @@
 """Reaches into another process' TCP sockets: cuts them, or makes the kernel drop what arrives.
 
-Linux only, for processes of the same user (or as root). `pidfd_getfd` duplicates a descriptor of the
-other process; what is done to the duplicate is done to the socket.
+Linux only, for processes of the same user (or as root). `pidfd_getfd` duplicates a descriptor of
+the other process; what is done to the duplicate is done to the socket.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Moves the wall clock of every Python process that starts with this directory on PYTHONPATH.
 
-The offset, a float64 of seconds, lies in the file that SYSTOLE_CHAOS_CLOCK names and is read at each
-call, so that the clock jumps in all processes at once. The monotonic clock stays: it cannot jump.
+The offset, a float64 of seconds, lies in the file that SYSTOLE_CHAOS_CLOCK names and is read at
+each call: the clock jumps in all processes at once. The monotonic clock stays: it cannot jump.
 """
 
 import mmap
