@@ -24,6 +24,8 @@ CompilerOption = bool | int | float | str
 
 TraceExporter = Literal["none", "file", "otlp"]
 
+DEFAULT_PROFILE_DIRECTORY = ".cache/profiles"
+
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -320,6 +322,7 @@ class EngineConfig:
         prompt_lookup_max: longest run that is compared, at most 8; the longer, the better a guess.
         tensor_parallel: devices that one model is sharded over.
         program_store: directory of compiled programs, or None to compile at every start.
+        profile_directory: where the profiler's traces are written, on the replica's node.
         max_step_s: a step that takes longer counts as hung, and the replica is replaced; > 0.
         xla_options: options of XLA's compiler for every program, by name without dashes; which
             there are depends on the platform, and the compiler refuses others at start.
@@ -348,6 +351,7 @@ class EngineConfig:
     prompt_lookup_max: int = 4
     tensor_parallel: int = 1
     program_store: str | None = None
+    profile_directory: str = DEFAULT_PROFILE_DIRECTORY
     max_step_s: float = 15.0
     # Left out of the hash, not of equality: a mapping has none.
     xla_options: Mapping[str, CompilerOption] = field(default_factory=_no_options, hash=False)

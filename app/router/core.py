@@ -415,9 +415,11 @@ class RouterCore:
         )
         if meets is not None and (good := candidates & meets).any():
             candidates = good
-        view = self._fleet.view_of(self._cheapest(answer, candidates))
+        row = self._cheapest(answer, candidates)
+        view = self._fleet.view_of(row)
         self._book(self._queue.serve(request.request_id), view, question, now)
-        actions.append(Send(request.request_id, view.replica_id))
+        ttft_s = None if answer.ttft_s is None else float(answer.ttft_s[row])
+        actions.append(Send(request.request_id, view.replica_id, ttft_s))
         return True
 
     def _cheapest(self, answer: Answer, candidates: Bools) -> int:

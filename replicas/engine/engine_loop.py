@@ -16,6 +16,7 @@ from typing import Any
 
 from replicas.engine.engine import Engine
 from replicas.engine.step_stats import StepStats
+from replicas.engine.step_trace import Profiler, StepTrace, StepTracer
 from replicas.errors import EngineDead, EngineNotReady, InvalidRequest
 from replicas.wire import GenerateRequest, ModelInfo, ReplicaLoad, StepEvents
 
@@ -44,6 +45,7 @@ class EngineLoop:
         *,
         max_silence_s: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
+        profiler: Profiler | None = None,
     ) -> None:
         """Wrap a warmed-up engine; `start` must follow.
 
@@ -52,10 +54,12 @@ class EngineLoop:
             on_step: called on the device thread after each step; must be quick, never block.
             max_silence_s: a step that takes longer than this counts as hung.
             clock: seconds, for the silence.
+            profiler: traces steps when asked to; None: it cannot.
         """
         self._engine = engine
         self._on_step = on_step
         self._max_silence_s = max_silence_s
+        self._tracer = StepTracer(profiler)
         self._idle_beat_s = min(_IDLE_BEAT_S, max_silence_s / 3)
         self._inbox: queue.SimpleQueue[GenerateRequest | str | object] = queue.SimpleQueue()
         self._load = engine.load()
@@ -109,6 +113,10 @@ class EngineLoop:
         """Forget cached pages that are not in use, before the next step; thread-safe."""
         self._inbox.put(_DROP_PREFIX_CACHE)
 
+    def trace_steps(self, trace: StepTrace) -> None:
+        """Have the profiler trace the next steps; `trace.done` tells when; thread-safe."""
+        self._inbox.put(trace)
+
     def load(self) -> ReplicaLoad:
         """Load after the last step."""
         return self._load
@@ -153,17 +161,21 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take_inbox():
-                if self._engine.has_work:
+                has_work = self._engine.has_work
+                if has_work:
                     events = self._engine.step()
                     self._load = events.load
                     self._live_ids.difference_update(
                         delta.request_id for delta in events.deltas if delta.result is not None
                     )
                     self._on_step(events)
+                self._tracer.advance(has_stepped=has_work)
                 self._num_beats += 1
         except BaseException as error:
             logger.exception("the device thread failed; the replica must be replaced")
             self._error = error
+        finally:
+            self._tracer.end()
 
     def _take_inbox(self) -> bool:
         """Hand queued requests and aborts to the engine; waits only when there is no work."""
@@ -182,5 +194,7 @@ class EngineLoop:
             self._engine.abort(item)
         elif isinstance(item, GenerateRequest):
             self._engine.add(item)
+        elif isinstance(item, StepTrace):
+            self._tracer.begin(item)
         elif item is _DROP_PREFIX_CACHE:
             self._engine.drop_prefix_cache()
