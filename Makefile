@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench clean
+.PHONY: help setup setup-dev serve test lint bench chaos soak clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -51,6 +51,13 @@ lint: setup-dev  ## format, style, types and import layers
 bench: setup-dev  ## measure the engine, then the whole service; results in bench/results/
 	@$(VENV_PYTHON) -m bench.engine
 	@$(VENV_PYTHON) -m bench.serve
+
+chaos: setup-dev  ## break a service of its own in every way; the table goes to docs/reliability.md
+	@$(VENV_PYTHON) -m tests.chaos --write
+
+SOAK_MINUTES ?= 60
+soak: setup-dev  ## serve CONFIG under 70% load for SOAK_MINUTES and look for what grows
+	@$(VENV_PYTHON) -m bench.soak --config $(CONFIG) --minutes $(SOAK_MINUTES)
 
 clean:  ## remove what the other targets made; models that you added stay
 	rm -rf .venv .cache run .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -108,6 +108,12 @@ ENDPOINTS = (
         summary="Have all replicas forget cached pages that no running request uses",
         key="admin",
     ),
+    Endpoint(
+        path="/admin/profile",
+        method="POST",
+        summary="Have all replicas trace their next `?steps=20` with jax's profiler",
+        key="admin",
+    ),
     Endpoint(path="/openapi.json", method="GET", summary="This interface, as OpenAPI 3.1"),
     Endpoint(path="/health", method="GET", summary="Whether the HTTP process lives", key="none"),
     Endpoint(

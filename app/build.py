@@ -16,6 +16,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivateUsage]
 
 from app.auth import check_exposure
+from app.deploy_check import check_deployable
 from app.ingress import Ingress
 from app.router.deployment import RouterDeployment
 from app.router.pinned import PinnedRequestRouter
@@ -28,6 +29,8 @@ _untyped_serve: Final[Any] = serve
 
 # The router's credits are the only limit: Serve itself must never queue a call.
 _UNLIMITED_REQUESTS = 1 << 16
+# On every node of a cluster with an autoscaler: the node type that it was made from.
+NODE_GROUP_LABEL = "ray.io/node-group"
 # How often a stopping replica looks whether its requests have ended.
 _DRAIN_POLL_S = 0.2
 
@@ -42,6 +45,14 @@ def build(args: dict[str, Any]) -> serve.Application:
     host = _listening_host()
     if host is not None:
         check_exposure(host, has_keys=bool(settings.ingress.key_hashes))
+    nodes = [node for node in _nodes() if node["Alive"]]
+    check_deployable(
+        settings.engine,
+        settings.replicas,
+        nodes=[node["Resources"] for node in nodes],
+        can_grow=settings.replicas.autoscaling is not None
+        or any(NODE_GROUP_LABEL in node["Labels"] for node in nodes),
+    )
     logger.info("application settings: %s", settings)
     replicas = settings.replicas
     options: dict[str, Any] = {
@@ -81,6 +92,11 @@ def _deployment(cls: type, name: str, **options: Any) -> Any:
 def _request_router_config() -> RequestRouterConfig:
     router_class: Any = PinnedRequestRouter
     return RequestRouterConfig(request_router_class=router_class)
+
+
+def _nodes() -> list[dict[str, Any]]:
+    """Return what Ray knows of its nodes; none where there is no cluster."""
+    return ray.nodes() if ray.is_initialized() else []
 
 
 def _listening_host() -> str | None:

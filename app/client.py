@@ -37,6 +37,7 @@ from replicas.wire import (
     FinishReason,
     GenerateRequest,
     GenerateResult,
+    ProfileResult,
     RoutingHints,
     SamplingParams,
     ServiceStatus,
@@ -244,6 +245,19 @@ class LLMClient:
             return cast(int, await cast("DeploymentResponse[Any]", response))
         except Exception as error:
             raise _serving_error(error) from error
+
+    async def profile(self, num_steps: int, max_s: float) -> list[ProfileResult | ServingError]:
+        """Have every replica trace its next steps; return what each has written, or why not.
+
+        Raises:
+            ServingError: the router cannot be reached.
+        """
+        response = contextvars.Context().run(self._method("profile").remote, num_steps, max_s)
+        try:
+            answers: object = await cast("DeploymentResponse[Any]", response)
+        except Exception as error:
+            raise _serving_error(error) from error
+        return cast("list[ProfileResult | ServingError]", answers)
 
     async def close(self) -> None:
         """Stop receiving; requests that are running are aborted and end with an EngineError."""

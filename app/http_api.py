@@ -80,6 +80,7 @@ def create_app(
             Route("/v1/models", system.list_models),
             Route("/v1/models/{model_id:path}", system.get_model),
             Route("/admin/reset_prefix_cache", system.reset_prefix_cache, methods=["POST"]),
+            Route("/admin/profile", system.profile, methods=["POST"]),
             Route("/openapi.json", system.openapi),
             Route("/health", system.health),
             Route("/ready", system.ready),

@@ -8,25 +8,31 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import Any, override
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
 
 from app.choice import Choice, Piece
 from app.client import LLMClient
 from app.completion_service import CompletionService
+from app.errors import ConfigError
 from app.generation_config import load_sampling_defaults
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
+from app.light_settings import apply_ingress_settings
 from app.metrics import IngressMetrics
 from app.tokenizer import Tokenizer
 from replicas.config import TracingConfig
 from replicas.errors import InvalidRequest
 from replicas.tracing import start_tracing
+
+logger = logging.getLogger("ray.serve")
 
 
 class Ingress:
@@ -47,31 +53,56 @@ class Ingress:
             tracing: where the spans of HTTP requests go; None: nowhere.
         """
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._config = config
+        self._args = config
+        self._is_configured = False
         self._client = LLMClient(router)
         self._metrics = IngressMetrics(replica_id)
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="ingress", instance=replica_id
         )
-        tokenizer = Tokenizer.load(Path(config.model_dir))
-        self._service = CompletionService(
-            self._client,
-            tokenizer,
-            config,
-            self._metrics,
-            load_sampling_defaults(Path(config.model_dir)),
-        )
+        self._tokenizer = Tokenizer.load(Path(config.model_dir))
+        self._defaults = load_sampling_defaults(Path(config.model_dir))
+        self._service, app = self._assemble(config)
+        self._app = _CurrentApp(app)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Give Serve the HTTP side; Serve itself echoes X-Request-Id."""
-        return create_app(
-            self._service,
+        return self._app
+
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take the settings of Serve's `user_config` in place of those of `args`.
+
+        For requests from now on; those that run end as they began.
+
+        Raises:
+            ConfigError: a setting is unknown or wrong, and this is the replica's start; later the
+                settings in force stay, and the log says so.
+        """
+        try:
+            config = apply_ingress_settings(self._args, user_config)
+        except ConfigError as error:
+            if not self._is_configured:
+                raise
+            logger.error("user_config of the ingress is not used: %s", error)
+            return
+        self._is_configured = True
+        self._service, self._app.current = self._assemble(config)
+        logger.info("the ingress' settings are now %s", config)
+
+    def _assemble(self, config: IngressConfig) -> tuple[CompletionService, Starlette]:
+        """Build what holds the configuration over what outlives it."""
+        service = CompletionService(
+            self._client, self._tokenizer, config, self._metrics, self._defaults
+        )
+        app = create_app(
+            service,
             self._client,
-            self._config,
+            config,
             self._metrics,
             tracing=self._tracing,
             echo_request_id=False,
         )
+        return service, app
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Stream a completion to a caller that has a Serve handle and nothing else.
@@ -115,6 +146,18 @@ class Ingress:
             await asyncio.to_thread(tracing.shutdown)
         if client := getattr(self, "_client", None):
             await client.close()
+
+
+class _CurrentApp(Starlette):
+    """What Serve is given for good; the app behind it changes with the settings."""
+
+    def __init__(self, current: Starlette) -> None:
+        super().__init__(routes=current.routes)
+        self.current = current
+
+    @override
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.current(scope, receive, send)
 
 
 class _Mailbox:

@@ -19,7 +19,7 @@ from app.ingress_config import IngressConfig
 from app.json_types import is_object
 from app.router.config import RouterConfig
 from app.tool_calls.styles import CallStyle, ReasoningStyle
-from replicas.config import EngineConfig, TracingConfig
+from replicas.config import DEFAULT_PROFILE_DIRECTORY, EngineConfig, TracingConfig
 from replicas.tracing import check_exporter
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
@@ -127,6 +127,8 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
         engine = {**engine, "model": str(model_dir)}
         if isinstance(store := engine.get("program_store"), str):
             engine["program_store"] = str(root / Path(store).expanduser())
+        profiles = str(engine.get("profile_directory") or DEFAULT_PROFILE_DIRECTORY)
+        engine["profile_directory"] = str(root / Path(profiles).expanduser())
     sections = {name: value for name, value in args.items() if value is not None}
     try:
         parsed = _Args.model_validate({**sections, "engine": engine})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,8 +21,10 @@ from app.ingress_config import IngressConfig
 from app.metrics import CONTENT_TYPE, IngressMetrics
 from app.token_client import TokenClient
 from app.version import VERSION
-from replicas.errors import EngineNotReady, ServingError
+from replicas.errors import EngineNotReady, InvalidRequest, ServingError
 
+MAX_PROFILE_STEPS = 1000
+MAX_PROFILE_S = 60.0
 _STATUS_TIMEOUT_S = 1.5
 
 
@@ -86,6 +89,26 @@ class SystemEndpoints:
     async def reset_prefix_cache(self, _: Request) -> Response:
         """Have all replicas forget what they have cached and do not use."""
         return json_response({"num_replicas": await self._client.drop_prefix_cache()})
+
+    async def profile(self, request: Request) -> Response:
+        """Have all replicas trace their next steps with jax's profiler."""
+        try:
+            num_steps = int(request.query_params.get("steps", "20"))
+            max_s = float(request.query_params.get("max_s", "10"))
+        except ValueError as error:
+            raise InvalidRequest(f"a number is needed: {error}", param="steps") from None
+        if not (1 <= num_steps <= MAX_PROFILE_STEPS and 0 < max_s <= MAX_PROFILE_S):
+            raise InvalidRequest(
+                f"steps must be in [1, {MAX_PROFILE_STEPS}] and max_s in (0, {MAX_PROFILE_S:.0f}], "
+                f"got {num_steps} and {max_s:g}",
+                param="steps",
+            )
+        answers = await self._client.profile(num_steps, max_s)
+        profiles = [
+            {"error": answer.message} if isinstance(answer, ServingError) else asdict(answer)
+            for answer in answers
+        ]
+        return json_response({"profiles": profiles})
 
     async def openapi(self, _: Request) -> Response:
         """Describe this interface to machines."""

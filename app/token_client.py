@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
 from app.demands import NO_HINTS
-from replicas.wire import RoutingHints, SamplingParams, ServiceStatus, TokenDelta
+from replicas.errors import ServingError
+from replicas.wire import ProfileResult, RoutingHints, SamplingParams, ServiceStatus, TokenDelta
 
 
 class TokenClient(Protocol):
@@ -38,6 +39,10 @@ class TokenClient(Protocol):
 
     async def drop_prefix_cache(self) -> int:
         """Have every replica forget cached pages; return how many did."""
+        ...
+
+    async def profile(self, num_steps: int, max_s: float) -> list[ProfileResult | ServingError]:
+        """Have every replica trace its next steps; return what each has written, or why not."""
         ...
 
     async def close(self) -> None:

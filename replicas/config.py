@@ -24,6 +24,8 @@ CompilerOption = bool | int | float | str
 
 TraceExporter = Literal["none", "file", "otlp"]
 
+DEFAULT_PROFILE_DIRECTORY = ".cache/profiles"
+
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
@@ -320,6 +322,8 @@ class EngineConfig:
         prompt_lookup_max: longest run that is compared, at most 8; the longer, the better a guess.
         tensor_parallel: devices that one model is sharded over.
         program_store: directory of compiled programs, or None to compile at every start.
+        profile_directory: where the profiler's traces are written, on the replica's node.
+        max_step_s: a step that takes longer counts as hung, and the replica is replaced; > 0.
         xla_options: options of XLA's compiler for every program, by name without dashes; which
             there are depends on the platform, and the compiler refuses others at start.
         libtpu_options: flags of libtpu by name without dashes, for platform "tpu"; added to
@@ -347,6 +351,8 @@ class EngineConfig:
     prompt_lookup_max: int = 4
     tensor_parallel: int = 1
     program_store: str | None = None
+    profile_directory: str = DEFAULT_PROFILE_DIRECTORY
+    max_step_s: float = 15.0
     # Left out of the hash, not of equality: a mapping has none.
     xla_options: Mapping[str, CompilerOption] = field(default_factory=_no_options, hash=False)
     libtpu_options: Mapping[str, CompilerOption] = field(default_factory=_no_options, hash=False)
@@ -376,6 +382,8 @@ class EngineConfig:
             raise ValueError(f"max_model_len must be >= 2, got {self.max_model_len}")
         if self.tensor_parallel < 1:
             raise ValueError(f"tensor_parallel must be >= 1, got {self.tensor_parallel}")
+        if self.max_step_s <= 0:
+            raise ValueError(f"max_step_s must be > 0, got {self.max_step_s}")
         if self.matmul == "native" and not self.has_packable_weights:
             raise ValueError(
                 "matmul 'native' needs tensor_parallel 1, and dtype 'bfloat16' or quantization "

@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from ray import serve
@@ -24,6 +25,7 @@ from ray.experimental.internal_kv import (
 
 from replicas.config import EngineConfig, TracingConfig
 from replicas.engine.step_stats import StepStats
+from replicas.engine.step_trace import StepTrace
 from replicas.engine_metrics import EngineMetrics
 from replicas.errors import (
     DeadlineExceeded,
@@ -41,6 +43,7 @@ from replicas.wire import (
     GenerateRequest,
     GenerateResult,
     ModelInfo,
+    ProfileResult,
     ReplicaLoad,
     SinkAddress,
     StepEvents,
@@ -51,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 HEALTH_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.2
+PROFILE_WRITE_S = 60.0
+"""How long writing a trace may take."""
 MAX_HANDOVER_S = 0.002
 """Longest pause of the device thread for the event loop to send tokens."""
 
@@ -73,6 +78,10 @@ class RunningEngine(Protocol):
 
     def drop_prefix_cache(self) -> None:
         """Forget cached pages that are not in use; thread-safe."""
+        ...
+
+    def trace_steps(self, trace: StepTrace) -> None:
+        """Trace the next steps; thread-safe; `trace.done` tells how many, once it is written."""
         ...
 
     def load(self) -> ReplicaLoad:
@@ -216,6 +225,30 @@ class EngineDeployment:
         if self._engine is not None:
             self._engine.drop_prefix_cache()
         return self._replica_id
+
+    async def profile(self, num_steps: int, max_s: float) -> ProfileResult | ServingError:
+        """Trace the next steps with jax's profiler, into a directory of this node.
+
+        Args:
+            num_steps: to trace.
+            max_s: the trace ends after so long, whatever has run by then.
+        """
+        engine = self._engine
+        if engine is None:
+            return EngineNotReady("the replica is starting or stopping", retry_after_s=1.0)
+        name = f"{self._replica_id}-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
+        directory = Path(self._config.profile_directory) / name
+        trace = StepTrace(directory=directory, num_steps=num_steps, max_s=max_s)
+        engine.trace_steps(trace)
+        try:
+            async with asyncio.timeout(max_s + PROFILE_WRITE_S):
+                traced = await asyncio.wrap_future(trace.done)
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error) or "the device thread does not answer"
+            return EngineError(f"no profile: {reason}", replica_id=self._replica_id)
+        return ProfileResult(
+            replica_id=self._replica_id, directory=str(directory), num_steps=traced
+        )
 
     async def check_health(self) -> None:
         """Wait until the engine has started, then raise EngineDead unless its heartbeat is fresh.

@@ -435,6 +435,21 @@ class StartupProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileResult:
+    """A profiler's trace that a replica has written.
+
+    Attributes:
+        replica_id: which one.
+        directory: on its node.
+        num_steps: steps in it.
+    """
+
+    replica_id: str
+    directory: str
+    num_steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceStatus:
     """What a router knows.
 

@@ -111,6 +111,7 @@ class Client:
                 leaves.set()
 
         merged = {**self._headers, **(headers or {})}
+        path, _, query = path.partition("?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
@@ -119,7 +120,7 @@ class Client:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(k.lower().encode(), v.encode()) for k, v in merged.items()],
             "client": ("127.0.0.1", 1),

@@ -11,11 +11,12 @@ import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from replicas.errors import ServingError
+from replicas.errors import EngineNotReady, ServingError
 from replicas.wire import (
     FinishReason,
     GenerateResult,
     ModelInfo,
+    ProfileResult,
     ReplicaLoad,
     RoutingHints,
     SamplingParams,
@@ -109,6 +110,10 @@ class FakeClient:
     async def drop_prefix_cache(self) -> int:
         self.num_cache_drops += 1
         return len(self.state.replicas)
+
+    async def profile(self, num_steps: int, max_s: float) -> list[ProfileResult | ServingError]:
+        done = ProfileResult(replica_id="r", directory=f"/traces/{max_s:g}", num_steps=num_steps)
+        return [done, EngineNotReady("starting")]
 
     async def wait_running(self, num_requests: int) -> None:
         """Wait until that many requests run."""

@@ -14,6 +14,7 @@ from typing import Any
 
 from replicas.config import EngineConfig
 from replicas.engine.step_stats import StepStats
+from replicas.engine.step_trace import StepTrace
 from replicas.errors import ContextLengthExceeded, EngineDead
 from replicas.wire import (
     FinishReason,
@@ -115,6 +116,9 @@ class FakeEngineLoop:
 
     def drop_prefix_cache(self) -> None:
         pass
+
+    def trace_steps(self, trace: StepTrace) -> None:
+        trace.done.set_exception(RuntimeError("a fake engine has no profiler"))
 
     def load(self) -> ReplicaLoad:
         with self._lock:

@@ -118,6 +118,16 @@ class RouterCore:
         """Replicas that take requests, by id."""
         return {view.replica_id: view for view in self._fleet.routable()}
 
+    def configure(self, config: RouterConfig) -> None:
+        """Take other limits from the next event on; what was accepted stays.
+
+        `max_indexed_pages` stays as it was: it sizes what is held already.
+        """
+        self._config = dataclasses.replace(config, max_indexed_pages=self._config.max_indexed_pages)
+        self._queue.max_requests = config.max_queued_requests
+        self._queue.max_tokens = config.max_queued_tokens
+        self._fleet.set_max_waiting(config.max_waiting_per_replica)
+
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
         return min(self._queue.next_due(), self._window.next_due)
@@ -391,9 +401,11 @@ class RouterCore:
         )
         if meets is not None and np.count_nonzero(good := candidates & meets):
             candidates = good
-        view = self._fleet.view_of(self._cheapest(answer, candidates))
+        row = self._cheapest(answer, candidates)
+        view = self._fleet.view_of(row)
         self._book(self._queue.serve(request.request_id), view, question, now)
-        actions.append(Send(request.request_id, view.replica_id))
+        ttft_s = None if answer.ttft_s is None else float(answer.ttft_s[row])
+        actions.append(Send(request.request_id, view.replica_id, ttft_s))
         return True
 
     def _cheapest(self, answer: Answer, candidates: Bools) -> int:

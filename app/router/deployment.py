@@ -28,6 +28,8 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from app.errors import ConfigError
+from app.light_settings import LIGHT_ROUTER_SETTINGS, apply_light_settings
 from app.router.config import RouterConfig
 from app.router.core import RouterCore
 from app.router.event_sink import EventSink
@@ -51,6 +53,7 @@ from replicas.wire import (
     STARTUP_NAMESPACE,
     GenerateRequest,
     GenerateResult,
+    ProfileResult,
     ServiceStatus,
     StartupProgress,
     startup_key,
@@ -59,6 +62,28 @@ from replicas.wire import (
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0
+PROFILE_TIMEOUT_S = 70.0
+"""Beyond the trace itself: writing it, and the way."""
+RATIO_BUCKETS = (
+    0.05,
+    0.1,
+    0.2,
+    0.33,
+    0.5,
+    0.67,
+    0.8,
+    0.9,
+    1.0,
+    1.1,
+    1.25,
+    1.5,
+    2.0,
+    3.0,
+    5.0,
+    10.0,
+)
+MIN_RATIO = 0.01
+"""A prediction of 0 counts as this: a histogram of Ray's takes nothing that is not positive."""
 DISCOVERY_S = 0.1
 """How often replicas are sought while none is known."""
 SUBSCRIBE_TIMEOUT_S = 5.0
@@ -71,13 +96,14 @@ MAX_REFUSALS = 3
 class _Call:
     """A request between its arrival and its end."""
 
-    __slots__ = ("answer", "response", "target")
+    __slots__ = ("answer", "predicted_ttft_s", "response", "target")
 
     def __init__(self) -> None:
         # Resolved with the target's id by `Send`, or with an error by `Fail`.
         self.target: asyncio.Future[str | ServingError] = asyncio.get_running_loop().create_future()
         self.response: DeploymentResponse[Any] | None = None
         self.answer: ServingError | None = None
+        self.predicted_ttft_s: float | None = None
 
 
 class RouterDeployment:
@@ -102,8 +128,10 @@ class RouterDeployment:
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="router", instance=context.replica_id.unique_id
         )
-        self._core = RouterCore(config or RouterConfig(), random.Random())
+        self._config = config or RouterConfig()
+        self._core = RouterCore(self._config, random.Random())
         self._loop = asyncio.get_running_loop()
+        self._is_configured = False
         self._calls: dict[str, _Call] = {}
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at = math.inf
@@ -155,6 +183,24 @@ class RouterDeployment:
                 return answer
             excluded = (*excluded, refused_by)
 
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take the limits of Serve's `user_config` in place of those of `args`, without a restart.
+
+        Raises:
+            ConfigError: a limit is unknown or wrong, and this is the replica's start; later the
+                limits in force stay, and the log says so.
+        """
+        try:
+            config = apply_light_settings(self._config, user_config, LIGHT_ROUTER_SETTINGS)
+        except ConfigError as error:
+            if not self._is_configured:
+                raise
+            logger.error("user_config of the router is not used: %s", error)
+            return
+        self._is_configured = True
+        self._core.configure(config)
+        logger.info("the router's settings are now %s", config)
+
     async def status(self) -> ServiceStatus:
         """Return what the router knows now."""
         core = self._core
@@ -177,6 +223,19 @@ class RouterDeployment:
             timeout_s=SUBSCRIBE_TIMEOUT_S, return_exceptions=True
         )
         return sum(isinstance(answer, str) for answer in answers)
+
+    async def profile(self, num_steps: int, max_s: float) -> list[ProfileResult | ServingError]:
+        """Have every replica trace its next steps; return what each has written, or why not."""
+        tracing = self._engine.broadcast("profile", num_steps, max_s)  # pyright: ignore[reportUnknownMemberType]
+        answers: list[Any] = await tracing.results_async(
+            timeout_s=max_s + PROFILE_TIMEOUT_S, return_exceptions=True
+        )
+        return [
+            answer
+            if isinstance(answer, ProfileResult | ServingError)
+            else EngineDead(f"no profile: {answer!r}")
+            for answer in answers
+        ]
 
     async def check_health(self) -> None:
         """Raise when a background task has died; the router does not work without them."""
@@ -233,6 +292,7 @@ class RouterDeployment:
             answer = await self._send(call, request, target, excluded)
             if isinstance(answer, GenerateResult):
                 num_output_tokens = answer.num_output_tokens
+                self._metrics.observe_ttft(call.predicted_ttft_s, answer.first_token_s)
             return answer
         finally:
             del self._calls[request_id]
@@ -269,7 +329,8 @@ class RouterDeployment:
         """Give the core an event and do what it says."""
         for action in self._core.on(event, self._loop.time()):
             match action:
-                case Send(request_id, replica_id):
+                case Send(request_id, replica_id, ttft_s):
+                    self._calls[request_id].predicted_ttft_s = ttft_s
                     self._resolve(request_id, replica_id)
                 case Fail(request_id, error):
                     self._resolve(request_id, error)
@@ -362,6 +423,11 @@ class RouterMetrics:
             description="What the router's core takes to take in a request, choice included.",
             boundaries=list(CPU_TIME_BUCKETS_S),
         )
+        self._ttft_ratio = metrics.Histogram(
+            "systole_router_ttft_prediction_ratio",
+            description="Predicted over actual time from sending to first token; 1 is right.",
+            boundaries=list(RATIO_BUCKETS),
+        )
         self._queued = metrics.Gauge(
             "systole_router_num_queued", description="Requests that wait in the router."
         )
@@ -379,6 +445,11 @@ class RouterMetrics:
         """Time one wait for a replica, and the core's part in it."""
         self._queue_s.observe(queue_s)
         self._decision_s.observe(decision_s)
+
+    def observe_ttft(self, predicted_s: float | None, actual_s: float | None) -> None:
+        """Compare what was predicted when a request was sent with what came."""
+        if predicted_s is not None and actual_s:
+            self._ttft_ratio.observe(max(predicted_s, MIN_RATIO * actual_s) / actual_s)
 
     def observe_answer(self, answer: GenerateResult | ServingError) -> None:
         """Count a request that ended."""

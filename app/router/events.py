@@ -5,7 +5,7 @@ The vocabulary of `app.router.core`, of whoever drives it and of the simulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicas.errors import ServingError
 from replicas.wire import CacheChange, ReplicaLoad
@@ -133,10 +133,15 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send the request to the replica; it is booked there."""
+    """Send the request to the replica; it is booked there.
+
+    Attributes:
+        ttft_s: predicted seconds from now to its first token; None: nothing is predicted.
+    """
 
     request_id: str
     replica_id: str
+    ttft_s: float | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

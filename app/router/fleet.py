@@ -106,6 +106,12 @@ class Fleet:
         """Length of the arrays; at least the number of replicas."""
         return len(self._view_of)
 
+    def set_max_waiting(self, max_waiting: int) -> None:
+        """Change how many requests each replica may get beyond its slots."""
+        self._max_waiting = max_waiting
+        for view in self.views.values():
+            self.refresh(view)
+
     def add(self, replica_id: str) -> ReplicaView:
         """Return the replica's view, made when it is new."""
         view = self.views.get(replica_id)

@@ -16,6 +16,7 @@ from typing import Any
 
 from replicas.engine.engine import Engine
 from replicas.engine.step_stats import StepStats
+from replicas.engine.step_trace import Profiler, StepTrace, StepTracer
 from replicas.errors import EngineDead, EngineNotReady, InvalidRequest
 from replicas.wire import GenerateRequest, ModelInfo, ReplicaLoad, StepEvents
 
@@ -23,6 +24,10 @@ logger = logging.getLogger(__name__)
 
 _IDLE_BEAT_S = 1.0
 """How often an idle loop shows that it lives."""
+
+_MAX_UNWATCHED_S = 2.0
+"""Silence between two looks counts at most so much: when the whole process was stopped, the device
+thread was, too."""
 
 _SWITCH_INTERVAL_S = 2e-4
 
@@ -38,7 +43,9 @@ class EngineLoop:
         engine: Engine[Any],
         on_step: Callable[[StepEvents], None],
         *,
-        max_silence_s: float = 30.0,
+        max_silence_s: float = 15.0,
+        clock: Callable[[], float] = time.monotonic,
+        profiler: Profiler | None = None,
     ) -> None:
         """Wrap a warmed-up engine; `start` must follow.
 
@@ -46,14 +53,22 @@ class EngineLoop:
             engine: used by the device thread only from here on.
             on_step: called on the device thread after each step; must be quick, never block.
             max_silence_s: a step that takes longer than this counts as hung.
+            clock: seconds, for the silence.
+            profiler: traces steps when asked to; None: it cannot.
         """
         self._engine = engine
         self._on_step = on_step
         self._max_silence_s = max_silence_s
+        self._tracer = StepTracer(profiler)
         self._idle_beat_s = min(_IDLE_BEAT_S, max_silence_s / 3)
         self._inbox: queue.SimpleQueue[GenerateRequest | str | object] = queue.SimpleQueue()
         self._load = engine.load()
-        self._last_beat_s = time.monotonic()
+        self._num_beats = 0
+        self._seen_beats = 0
+        self._clock = clock
+        self._looked_at_s = clock()
+        self._silence_s = 0.0
+        self._watch_lock = threading.Lock()
         self._error: BaseException | None = None
         self._is_stopping = False
         self._live_ids: set[str] = set()
@@ -69,7 +84,7 @@ class EngineLoop:
         # The device thread and the event loop hand each other work of well under a millisecond;
         # Python's default makes either wait 5 ms for the other.
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        self._last_beat_s = time.monotonic()
+        self._looked_at_s = self._clock()
         self._thread.start()
 
     def submit(self, request: GenerateRequest) -> None:
@@ -98,6 +113,10 @@ class EngineLoop:
         """Forget cached pages that are not in use, before the next step; thread-safe."""
         self._inbox.put(_DROP_PREFIX_CACHE)
 
+    def trace_steps(self, trace: StepTrace) -> None:
+        """Have the profiler trace the next steps; `trace.done` tells when; thread-safe."""
+        self._inbox.put(trace)
+
     def load(self) -> ReplicaLoad:
         """Load after the last step."""
         return self._load
@@ -108,38 +127,55 @@ class EngineLoop:
         return self._engine.stats
 
     def check_health(self) -> None:
-        """Return if the device thread lives.
+        """Return if the device thread lives. To be called about once a second; thread-safe.
 
         Raises:
             EngineDead: it ended, or has not finished a step for `max_silence_s`.
         """
         if self._error is not None:
             raise EngineDead(f"the device thread ended: {self._error!r}")
-        silence_s = time.monotonic() - self._last_beat_s
-        if silence_s > self._max_silence_s:
+        if (silence_s := self._observe_silence()) > self._max_silence_s:
             raise EngineDead(f"the device thread has been silent for {silence_s:.0f} s")
 
+    def _observe_silence(self) -> float:
+        """Return the seconds since the thread's last sign of life, as far as this process ran."""
+        with self._watch_lock:
+            now, beats = self._clock(), self._num_beats
+            if beats != self._seen_beats:
+                self._seen_beats, self._silence_s = beats, 0.0
+            else:
+                self._silence_s += min(now - self._looked_at_s, _MAX_UNWATCHED_S)
+            self._looked_at_s = now
+            return self._silence_s
+
     def stop(self) -> None:
-        """End the device thread after the current step; live requests get no further deltas."""
+        """End the device thread after the current step; live requests get no further deltas.
+
+        A thread that hangs is not waited for: it ends with the process.
+        """
         self._is_stopping = True
         self._inbox.put(_STOP)
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._silence_s <= self._max_silence_s:
             self._thread.join(timeout=self._max_silence_s)
 
     def _run(self) -> None:
         try:
             while self._take_inbox():
-                if self._engine.has_work:
+                has_work = self._engine.has_work
+                if has_work:
                     events = self._engine.step()
                     self._load = events.load
                     self._live_ids.difference_update(
                         delta.request_id for delta in events.deltas if delta.result is not None
                     )
                     self._on_step(events)
-                self._last_beat_s = time.monotonic()
+                self._tracer.advance(has_stepped=has_work)
+                self._num_beats += 1
         except BaseException as error:
             logger.exception("the device thread failed; the replica must be replaced")
             self._error = error
+        finally:
+            self._tracer.end()
 
     def _take_inbox(self) -> bool:
         """Hand queued requests and aborts to the engine; waits only when there is no work."""
@@ -158,5 +194,7 @@ class EngineLoop:
             self._engine.abort(item)
         elif isinstance(item, GenerateRequest):
             self._engine.add(item)
+        elif isinstance(item, StepTrace):
+            self._tracer.begin(item)
         elif item is _DROP_PREFIX_CACHE:
             self._engine.drop_prefix_cache()

@@ -33,6 +33,7 @@ from replicas.engine.page_allocator import PageAllocator
 from replicas.engine.program_key import describe_environment, hash_parts, hash_sources
 from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
+from replicas.engine.step_trace import Profiler
 from replicas.models.kv_cache import abstract_kv_pages, zeros
 from replicas.models.packing import has_packable_sizes, pack_params
 from replicas.models.quantize import quantize_params, require_quantizable
@@ -163,7 +164,13 @@ def start_engine_loop(
     Raises:
         ValueError: the configuration or the model directory is unusable.
     """
-    loop = EngineLoop(build_engine(config, report_progress or _ignore_progress), on_step)
+    engine = build_engine(config, report_progress or _ignore_progress)
+    loop = EngineLoop(
+        engine,
+        on_step,
+        max_silence_s=config.max_step_s,
+        profiler=Profiler(jax.profiler.start_trace, jax.profiler.stop_trace),
+    )
     loop.start()
     return loop
 
@@ -409,7 +416,10 @@ def _fingerprint(
     environment: dict[str, str],
     sources: str,
 ) -> str:
-    shape = dataclasses.replace(config, model="", program_store=None)
+    # Without what neither programs nor tokens depend on.
+    shape = dataclasses.replace(
+        config, model="", program_store=None, profile_directory="", max_step_s=1.0
+    )
     parts = {"sources": sources, "model": repr(model_config), "engine": repr(shape)}
     return hash_parts(environment | parts)
 

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from replicas.engine.engine_loop import EngineLoop
+from replicas.engine.step_trace import Profiler, StepTrace
 from replicas.errors import EngineDead, EngineNotReady, InvalidRequest
 from replicas.wire import FinishReason, StepEvents
 from tests.fake_runner import make_engine, make_request, naive_tokens
@@ -113,6 +114,97 @@ def test_a_hung_device_is_reported(started):
     with pytest.raises(EngineDead, match="silent"):
         loop.check_health()
     gate.set()
+
+
+def test_time_in_which_the_whole_process_was_stopped_is_no_silence():
+    engine, runner = make_engine()
+    now = [0.0]
+    loop = EngineLoop(engine, Collector(), max_silence_s=15.0, clock=lambda: now[0])
+    entered, gate = threading.Event(), threading.Event()
+    launch = runner.launch
+    runner.launch = lambda plan: (entered.set(), gate.wait(30), launch(plan))[2]
+    loop.start()
+    loop.submit(make_request("a", [1]))
+    assert entered.wait(10)
+    loop.check_health()  # sees the last sign of life
+    now[0] += 600  # SIGSTOP, a paused machine
+    loop.check_health()
+    for _ in range(12):
+        now[0] += 1
+        loop.check_health()
+    now[0] += 3
+    with pytest.raises(EngineDead, match="silent"):
+        loop.check_health()
+    began = time.monotonic()
+    loop.stop()  # a thread that hangs is not waited for
+    assert time.monotonic() - began < 5
+    gate.set()
+
+
+class FakeProfiler:
+    def __init__(self):
+        self.events = []
+
+    def start(self, directory):
+        self.events.append(("start", directory))
+
+    def stop(self):
+        self.events.append(("stop",))
+
+
+def traced_loop(start=None):
+    engine, _ = make_engine()
+    fake = FakeProfiler()
+    collector = Collector()
+    loop = EngineLoop(engine, collector, profiler=Profiler(start or fake.start, fake.stop))
+    loop.start()
+    return loop, collector, fake
+
+
+def test_a_trace_holds_as_many_steps_as_it_was_asked_for(tmp_path):
+    loop, collector, fake = traced_loop()
+    trace = StepTrace(directory=tmp_path / "t", num_steps=5, max_s=60)
+    loop.trace_steps(trace)
+    second = StepTrace(directory=tmp_path / "u", num_steps=5, max_s=60)
+    loop.trace_steps(second)
+    with pytest.raises(RuntimeError, match="another trace"):
+        second.done.result(timeout=10)
+    loop.submit(make_request("a", [1, 2], 20))
+    assert trace.done.result(timeout=10) == 5
+    collector.wait("a")
+    assert fake.events == [("start", str(tmp_path / "t")), ("stop",)]
+    loop.stop()
+
+
+def test_a_trace_of_an_idle_engine_ends_by_its_time_or_with_the_loop(tmp_path):
+    loop, _, fake = traced_loop()
+    trace = StepTrace(directory=tmp_path, num_steps=5, max_s=0.1)
+    loop.trace_steps(trace)
+    assert trace.done.result(timeout=10) == 0
+    trace = StepTrace(directory=tmp_path, num_steps=5, max_s=60)
+    loop.trace_steps(trace)
+    loop.stop()
+    assert trace.done.result(timeout=10) == 0
+    assert fake.events[-1] == ("stop",)
+
+
+def test_a_profiler_that_fails_harms_nothing(started, tmp_path):
+    def fail(directory):
+        raise OSError("disk full")
+
+    loop, collector, _ = traced_loop(fail)
+    trace = StepTrace(directory=tmp_path, num_steps=5, max_s=60)
+    loop.trace_steps(trace)
+    with pytest.raises(RuntimeError, match="does not start: disk full"):
+        trace.done.result(timeout=10)
+    loop.submit(make_request("a", [1, 2], 20))
+    collector.wait("a")
+    loop.stop()
+    without, _, _ = started
+    trace = StepTrace(directory=tmp_path, num_steps=5, max_s=60)
+    without.trace_steps(trace)
+    with pytest.raises(RuntimeError, match="no profiler"):
+        trace.done.result(timeout=10)
 
 
 def test_a_stopped_loop_refuses_requests(started):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ CHECKOUT = Path(__file__).parents[2]
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     directory = write_model_dir(tmp_path / "models" / "tiny")
-    (directory / "model.safetensors").touch()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return tmp_path
 
 

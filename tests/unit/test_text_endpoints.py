@@ -89,3 +89,19 @@ async def test_admins_have_keys_of_their_own(make_server: MakeServer) -> None:
     assert (answer.json(), server.fake.num_cache_drops) == ({"num_replicas": 1}, 1)
     refused = await server.client.get("/v1/models", {"authorization": "Bearer admin"})
     assert refused.status == 401
+
+
+async def test_admins_have_replicas_profiled(make_server: MakeServer) -> None:
+    server = make_server(config={"admin_key_hashes": frozenset({hash_key(b"admin")})})
+    headers = {"authorization": "Bearer admin"}
+    answer = await server.client.post("/admin/profile?steps=5&max_s=2", {}, headers)
+    assert answer.json() == {
+        "profiles": [
+            {"replica_id": "r", "directory": "/traces/2", "num_steps": 5},
+            {"error": "starting"},
+        ]
+    }
+    for query in ("steps=0", "steps=1001", "steps=x", "max_s=0", "max_s=61"):
+        answer = await server.client.post(f"/admin/profile?{query}", {}, headers)
+        assert (answer.status, answer.error["param"]) == (400, "steps")
+    assert (await server.client.post("/admin/profile", {})).status == 401

@@ -1,0 +1,231 @@
+"""Breaks a running service in every way that production does, and says what its users saw.
+
+    .venv/bin/python -m tests.chaos [--only NAME,...] [--write]
+
+Starts a Ray cluster of its own with two engine replicas of a small random model, keeps streams
+running, strikes, waits until the service is whole again, and looks for what was left behind.
+`--write` puts the table into docs/reliability.md. Ends with status 1 if a stream had a wrong,
+missing or doubled token, a fault cost more requests than it may, the service did not become whole,
+or anything leaked. Linux only; the disk's fault needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from bench import report
+from bench.top import Scrape
+from tests.chaos.faults import FAULTS, Fault, empty_store, small_disk
+from tests.chaos.page import write_page
+from tests.chaos.service import NUM_ENGINES, NUM_INGRESSES, Service
+from tests.chaos.traffic import NUM_STREAMS, Traffic, body_of, new_session, send
+
+LIMIT_S = 15 * 60.0
+PROGRAMS = report.ROOT / ".cache" / "chaos"
+"""Compiled programs of an earlier run."""
+WARM_S = 2.0
+AFTERMATH_S = 3.0
+WHOLE_LIMIT_S = 90.0
+CLUSTER_LIMIT_S = 120.0
+IDLE_LIMIT_S = 75.0
+POLL_S = 0.25
+
+
+@dataclass
+class Outcome:
+    """What a fault did.
+
+    Attributes:
+        name: of the fault.
+        what: in words.
+        num_requests: sent while it lasted and until the service was whole again.
+        errors: failed requests by what went wrong.
+        num_wrong: streams with a missing, doubled or wrong token.
+        recovery_s: from the fault to the end of the last failed request; 0 when none failed.
+        stall_s: longest wait for tokens in a stream that was completed.
+        whole_s: from the fault until all replicas were back.
+        leaks: what had not gone back to its start, in words.
+        problems: why the row fails, in words.
+    """
+
+    name: str
+    what: str
+    num_requests: int = 0
+    errors: dict[str, int] = field(default_factory=dict)
+    num_wrong: int = 0
+    recovery_s: float = 0.0
+    stall_s: float = 0.0
+    whole_s: float = 0.0
+    leaks: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+async def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--only", help="names of faults, with commas between them")
+    parser.add_argument("--write", action="store_true", help="update docs/reliability.md")
+    parser.add_argument("--list", action="store_true", help="name the faults and end")
+    options = parser.parse_args(arguments)
+    if options.list:
+        print("\n".join(f"{fault.name:20} {fault.what}" for fault in FAULTS))
+        return 0
+    names = options.only.split(",") if options.only else [fault.name for fault in FAULTS]
+    if unknown := set(names) - {fault.name for fault in FAULTS}:
+        parser.error(f"no such fault: {', '.join(sorted(unknown))}")
+    chosen = [fault for fault in FAULTS if fault.name in names]
+    directory = Path(tempfile.mkdtemp(prefix="systole-chaos-"))
+    service = Service(directory)
+    outcomes: list[Outcome] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, directory, ignore_errors=True)
+        if any(fault.name == "full-disk" for fault in chosen):
+            stack.enter_context(small_disk(service.store))
+        stack.callback(service.stop)
+        if PROGRAMS.is_dir():
+            shutil.copytree(PROGRAMS, service.store, dirs_exist_ok=True)
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                print(f"whole after {await asyncio.to_thread(service.start):.0f} s", flush=True)
+                shutil.rmtree(PROGRAMS, ignore_errors=True)
+                shutil.copytree(service.store, PROGRAMS)
+                references = await _references(service)
+                for fault in chosen:
+                    outcomes.append(await _strike(service, fault, references))
+                    _show(outcomes[-1])
+        except TimeoutError:
+            print(f"stopped after {LIMIT_S:.0f} s", file=sys.stderr)
+        if any(outcome.problems for outcome in outcomes):
+            shutil.copy(service.log, report.result_path("chaos").with_suffix(".log"))
+    result = {"stamp": report.stamp(), "outcomes": [asdict(o) for o in outcomes]}
+    report.write_json(report.result_path("chaos"), result)
+    if options.write:
+        write_page([asdict(outcome) for outcome in outcomes], result["stamp"])
+    is_complete = len(outcomes) == len(chosen)
+    return int(not is_complete or any(outcome.problems for outcome in outcomes))
+
+
+async def _references(service: Service) -> list[list[int]]:
+    """What each stream answers undisturbed: alone, and again beside the others."""
+    async with new_session() as session:
+        alone = [await send(session, service.url, body_of(i)) for i in range(NUM_STREAMS)]
+        beside = await asyncio.gather(
+            *(send(session, service.url, body_of(i)) for i in range(NUM_STREAMS))
+        )
+    for one, other in zip(alone, beside, strict=True):
+        assert one.error is None, one.error
+        assert one.tokens == other.tokens, "the service is not deterministic undisturbed"
+    return [answer.tokens for answer in alone]
+
+
+async def _strike(service: Service, fault: Fault, references: list[list[int]]) -> Outcome:
+    """Disturb the service under traffic, and wait until it is whole and idle again."""
+    outcome = Outcome(fault.name, fault.what)
+    traffic = Traffic(service.url, references)
+    traffic.start()
+    await asyncio.sleep(WARM_S)
+    fault_at = time.monotonic()
+    try:
+        await fault.strike(service)
+    except AssertionError as error:
+        outcome.problems.append(str(error))
+    if fault.ends_cluster:
+        await _restart(service, outcome)
+    else:
+        await asyncio.sleep(AFTERMATH_S)
+    while not await asyncio.to_thread(service.is_whole):
+        if time.monotonic() - fault_at > (CLUSTER_LIMIT_S if fault.ends_cluster else WHOLE_LIMIT_S):
+            outcome.problems.append("not whole")
+            break
+        await asyncio.sleep(POLL_S)
+    outcome.whole_s = time.monotonic() - fault_at
+    await asyncio.sleep(AFTERMATH_S)
+    await traffic.stop()
+    empty_store(service)
+    outcome.num_requests = len(traffic.answers)
+    outcome.errors = dict(traffic.errors())
+    outcome.num_wrong = traffic.num_wrong()
+    outcome.recovery_s = traffic.recovery_s(fault_at)
+    outcome.stall_s = traffic.stall_s()
+    outcome.leaks = await _wait_until_idle(service)
+    num_errors = sum(outcome.errors.values())
+    if fault.max_errors is not None and num_errors > fault.max_errors:
+        outcome.problems.append(f"{num_errors} failed requests")
+    if outcome.num_wrong:
+        outcome.problems.append(f"{outcome.num_wrong} streams with wrong tokens")
+    outcome.problems += outcome.leaks
+    return outcome
+
+
+async def _restart(service: Service, outcome: Outcome) -> None:
+    """Wait for the launcher to end, as a supervisor does, and start it again."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(service.launcher.wait, CLUSTER_LIMIT_S)
+    if service.launcher.poll() is None:
+        outcome.problems.append("the launcher did not notice")
+        await asyncio.to_thread(service.stop)
+    await asyncio.to_thread(service.start)
+
+
+async def _wait_until_idle(service: Service) -> list[str]:
+    """Wait until nothing is held any more; return what still is after the limit."""
+    deadline = time.monotonic() + IDLE_LIMIT_S
+    while True:
+        left = await asyncio.to_thread(_left_behind, service)
+        if not left or time.monotonic() > deadline:
+            return left
+        await asyncio.sleep(1.0)
+
+
+def _left_behind(service: Service) -> list[str]:
+    seen: dict[str, Scrape] = {}
+    for _ in range(12 * NUM_INGRESSES):  # a scrape reaches any one of them
+        if (scrape := service.scrape()) is not None:
+            seen[scrape.ingress] = scrape
+        if len(seen) == NUM_INGRESSES:
+            break
+    if len(seen) < NUM_INGRESSES:
+        return [f"only {len(seen)} ingress replicas answer"]
+    left: dict[str, float] = {}
+    for scrape in seen.values():
+        left["sink entries"] = left.get("sink entries", 0) + scrape.total(
+            "systole_token_sink_entries"
+        )
+    latest = max(seen.values(), key=lambda scrape: scrape.at_s)
+    left["router queue"] = latest.total("systole_router_queued_requests")
+    left["bookings"] = latest.total("systole_router_inflight_requests")
+    left["slots"] = latest.total("systole_engine_running") + latest.total("systole_engine_waiting")
+    pages = latest.total("systole_engine_pages")
+    left["pages"] = pages - latest.total("systole_engine_free_pages")
+    engines = len(latest.samples.get("systole_engine_pages", ()))
+    left["missing engines"] = NUM_ENGINES - engines
+    left["compiles"] = latest.total("systole_engine_compiles_after_warmup_total")
+    return [f"{value:.0f} {name}" for name, value in left.items() if value]
+
+
+def _show(outcome: Outcome) -> None:
+    print(json.dumps(asdict(outcome)), flush=True)
+
+
+def _end(signal_number: int, _frame: object) -> None:
+    """Leave as by Ctrl-C, so that the service is stopped."""
+    signal.signal(signal_number, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _end)
+    sys.exit(asyncio.run(main()))
