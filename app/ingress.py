@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -26,6 +25,7 @@ from app.metrics import IngressMetrics
 from app.tokenizer import Tokenizer
 from replicas.config import TracingConfig
 from replicas.errors import InvalidRequest
+from replicas.model_files.fetch import fetch_model
 from replicas.tracing import start_tracing
 
 
@@ -53,13 +53,14 @@ class Ingress:
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="ingress", instance=replica_id
         )
-        tokenizer = Tokenizer.load(Path(config.model_dir))
+        directory = fetch_model(config.model_dir, "tokenizer", cache=config.model_cache)
+        tokenizer = Tokenizer.load(directory)
         self._service = CompletionService(
             self._client,
             tokenizer,
             config,
             self._metrics,
-            load_sampling_defaults(Path(config.model_dir)),
+            load_sampling_defaults(directory),
         )
 
     def __serve_build_asgi_app__(self) -> Starlette:
