@@ -28,6 +28,7 @@ MODES = ("plain", "packed", "int8")
 RSS_BAR = 1.15
 _HIDDEN, _FFN, _VOCAB, _HEADS, _KV_HEADS, _HEAD_DIM = 2048, 5632, 32_000, 32, 8, 64
 _READ_BYTES = 8 << 20
+_NUM_NUMBERS = 1 << 20
 
 
 def layer_shapes(layer: str) -> dict[str, tuple[int, ...]]:
@@ -84,7 +85,7 @@ def write_checkpoint(directory: Path, *, num_bytes: int, num_shards: int = 2) ->
 
 
 def _write_shard(file: Path, shapes: dict[str, tuple[int, ...]], *, seed: int) -> None:
-    """Write bf16 tensors one after the other; only one is in memory."""
+    """Write bf16 tensors one after the other, of the same random numbers."""
     header: dict[str, Any] = {}
     offset = 0
     for name, shape in shapes.items():
@@ -93,13 +94,15 @@ def _write_shard(file: Path, shapes: dict[str, tuple[int, ...]], *, seed: int) -
         offset += size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    rng = np.random.default_rng(seed)
+    numbers = np.random.default_rng(seed).standard_normal(_NUM_NUMBERS, np.float32)
+    # Upper halves of f32 numbers are bf16 ones.
+    block = (numbers * np.float32(0.02)).view(np.uint16)[1::2].tobytes()
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         for shape in shapes.values():
-            # Upper halves of f32 numbers are bf16 ones.
-            values = rng.standard_normal(int(np.prod(shape)), np.float32) * np.float32(0.02)
-            stream.write(values.view(np.uint16)[1::2].tobytes())
+            size = 2 * int(np.prod(shape))
+            for begin in range(0, size, len(block)):
+                stream.write(block[: size - begin])
 
 
 def _count(shapes: dict[str, tuple[int, ...]]) -> int:

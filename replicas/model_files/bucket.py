@@ -48,7 +48,11 @@ class BucketModel:
         prefix = f"{source.bucket}/{source.path}".rstrip("/")
         with _explained(source):
             found: Mapping[str, Mapping[str, Any]] = self._files.find(prefix, detail=True)
-        self._objects = {path.removeprefix(f"{prefix}/"): found[path] for path in sorted(found)}
+        self._objects = {
+            path.removeprefix(f"{prefix}/"): found[path]
+            for path in sorted(found)
+            if not path.endswith("/")  # a folder that somebody made by hand
+        }
         self.sizes = {name: int(entry["size"]) for name, entry in self._objects.items()}
         if not self.sizes:
             raise ModelSourceError(f"{source}: there are no objects under this path")

@@ -1,7 +1,8 @@
 """Which files of a model are needed for what. Pure: names in, names out.
 
 Repositories hold much else: the same weights for other programs, pictures, licences. Invariant: one
-set of weights is chosen, the one that `replicas.models.checkpoint` will read.
+set of weights is chosen, the one that `replicas.models.checkpoint` will read, and no name that is
+chosen leads out of the model's directory.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def select_weights(names: Collection[str], directory: Path) -> list[str]:
     try:
         content = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
         shards = set(content["weight_map"].values())
-        # A shard that is not there is for the loader to report, with all that is in it.
-        return sorted(shards & set(names))
+        # A shard that is not there is for the loader to report, with all that is in it. A name
+        # with a slash could lead out of the directory; the loader refuses those, too.
+        return sorted(name for name in shards & set(names) if "/" not in name)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{_INDEX} is malformed: {error!r}") from error
 
@@ -59,5 +61,5 @@ def list_missing(names: Collection[str]) -> list[str]:
 
 def _is_text_file(name: str) -> bool:
     if name.startswith(_TEMPLATES):
-        return name.endswith(".jinja")
+        return "/" not in name.removeprefix(_TEMPLATES) and name.endswith(".jinja")
     return "/" not in name and name.endswith((".json", ".jinja")) and name != _INDEX

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -69,7 +70,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStore]:
 
 @pytest.fixture
 def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeStore]:
-    with run_bucket({f"models/tiny/{name}": content for name, content in FILES.items()}) as store:
+    objects = {f"models/tiny/{name}": content for name, content in FILES.items()}
+    with run_bucket(objects | {"models/tiny/": b"", "models/tiny2/config.json": b"no"}) as store:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.url)
         monkeypatch.setattr(bucket, "_CHUNK_BYTES", 16 << 10)
         yield store
@@ -256,6 +258,20 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
     del hub.files["tokenizer.json"]
     with pytest.raises(ConfigError, match=r"model: hf://org/name@main lacks tokenizer\.json"):
         build(args | {"model_cache": str(tmp_path / "another")})
+
+
+@both
+def test_no_name_leads_out_of_the_directory(store: tuple[str, FakeStore], tmp_path: Path) -> None:
+    model, server = store
+    index = next(name for name in server.files if name.endswith(".index.json"))
+    prefix = index.removesuffix("model.safetensors.index.json")
+    outside = ("../outside.safetensors", "additional_chat_templates/../../outside.jinja")
+    server.files |= {f"{prefix}{name}": b"outside" for name in outside}
+    server.files[index] = json.dumps({"weight_map": {"a": outside[0], "b": SHARDS[0]}}).encode()
+    fetch_model(model, "tokenizer", cache=str(tmp_path / "cache"))
+    directory = fetch_model(model, "weights", cache=str(tmp_path / "cache"))
+    assert SHARDS[0] in names_in(directory)
+    assert not list(tmp_path.rglob("outside*"))
 
 
 def test_settings_name_a_source_and_a_cache(tmp_path: Path) -> None:
