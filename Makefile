@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench chaos soak clean
+.PHONY: help setup setup-dev serve test lint bench chaos soak golden-http clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -58,6 +58,9 @@ chaos: setup-dev  ## break a service of its own in every way; the table goes to 
 SOAK_MINUTES ?= 60
 soak: setup-dev  ## serve CONFIG under 70% load for SOAK_MINUTES and look for what grows
 	@$(VENV_PYTHON) -m bench.soak --config $(CONFIG) --minutes $(SOAK_MINUTES)
+
+golden-http: setup-dev  ## serve every golden checkpoint over HTTP and compare its tokens
+	@$(VENV_PYTHON) -m bench.golden_http
 
 clean:  ## remove what the other targets made; models that you added stay
 	rm -rf .venv .cache run .pytest_cache .ruff_cache .hypothesis .import_linter_cache

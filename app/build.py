@@ -20,7 +20,7 @@ from app.deploy_check import check_deployable
 from app.ingress import Ingress
 from app.router.deployment import RouterDeployment
 from app.router.pinned import PinnedRequestRouter
-from app.settings import parse_settings
+from app.settings import parse_settings, pin_version
 from replicas.deployment import EngineDeployment
 
 logger = logging.getLogger("ray.serve")
@@ -41,7 +41,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     Raises:
         ConfigError: a setting is wrong; the message lists what and why.
     """
-    settings = parse_settings(args)
+    settings = pin_version(parse_settings(args))
     host = _listening_host()
     if host is not None:
         check_exposure(host, has_keys=bool(settings.ingress.key_hashes))

@@ -17,6 +17,7 @@ from typing import Any
 from app.errors import ConfigError
 from app.settings import ReplicaOptions
 from replicas.config import EngineConfig
+from replicas.model_files.source import LocalSource, parse_source
 
 TPU = "TPU"
 TPU_CHIP_COUNTS = (1, 2, 4, 8)
@@ -49,7 +50,9 @@ def check_deployable(
     check_chips(engine, replicas.resources)
     if nodes and not can_grow:
         check_placement(replicas, nodes)
-    num_values = count_weights(Path(engine.model))
+    source = parse_source(engine.model)
+    # What is still to be downloaded is measured by nobody yet.
+    num_values = count_weights(source.directory) if isinstance(source, LocalSource) else 0
     check_memory(engine, num_values, nodes=() if can_grow else nodes)
 
 

@@ -10,7 +10,6 @@ import asyncio
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator
-from pathlib import Path
 from typing import Any, override
 
 from ray import serve
@@ -30,6 +29,7 @@ from app.metrics import IngressMetrics
 from app.tokenizer import Tokenizer
 from replicas.config import TracingConfig
 from replicas.errors import InvalidRequest
+from replicas.model_files.fetch import fetch_model
 from replicas.tracing import start_tracing
 
 logger = logging.getLogger("ray.serve")
@@ -60,8 +60,9 @@ class Ingress:
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="ingress", instance=replica_id
         )
-        self._tokenizer = Tokenizer.load(Path(config.model_dir))
-        self._defaults = load_sampling_defaults(Path(config.model_dir))
+        directory = fetch_model(config.model_dir, "tokenizer", cache=config.model_cache)
+        self._tokenizer = Tokenizer.load(directory)
+        self._defaults = load_sampling_defaults(directory)
         self._service, app = self._assemble(config)
         self._app = _CurrentApp(app)
 

@@ -12,7 +12,9 @@ class IngressConfig:
     """Settings of the HTTP edge.
 
     Attributes:
-        model_dir: model directory; its tokenizer and chat template are read.
+        model_dir: model directory, or where it is downloaded from; its tokenizer and chat template
+            are read.
+        model_cache: directory for downloads; None: see `replicas.model_files.fetch`.
         model_id: the name that clients send as `model`.
         key_hashes: sha256 digests of the accepted API keys; empty: no key is asked for.
         admin_key_hashes: digests of the keys for /admin; empty: there is no /admin.
@@ -27,6 +29,7 @@ class IngressConfig:
 
     model_dir: str
     model_id: str
+    model_cache: str | None = None
     key_hashes: frozenset[str] = field(default=frozenset(), repr=False)
     admin_key_hashes: frozenset[str] = field(default=frozenset(), repr=False)
     max_body_bytes: int = 8 << 20

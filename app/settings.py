@@ -20,10 +20,17 @@ from app.json_types import is_object
 from app.router.config import RouterConfig
 from app.tool_calls.styles import CallStyle, ReasoningStyle
 from replicas.config import DEFAULT_PROFILE_DIRECTORY, EngineConfig, TracingConfig
+from replicas.model_files.fetch import pin_model, read_cache_setting
+from replicas.model_files.selection import list_missing
+from replicas.model_files.source import (
+    LocalSource,
+    ModelSource,
+    ModelSourceError,
+    read_setting,
+)
 from replicas.tracing import check_exporter
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
-_MODEL_FILES = ("config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +106,8 @@ class _Ingress(_Section):
 
 class _Args(_Section):
     model: str
+    revision: str | None = None
+    model_cache: str | None = None
     served_model_name: str | None = None
     engine: EngineConfig
     replicas: _Replicas = _Replicas()
@@ -119,12 +128,17 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
         ConfigError: a key is unknown or a value is wrong (all are listed), or a file that is named
             is not there.
     """
-    model_dir = _find_model(args.get("model"), root)
+    source = _find_model(args.get("model"), args.get("revision"), root)
+    cache = args.get("model_cache")
+    model_cache = read_cache_setting(
+        cache if isinstance(cache, str) else None, source=source, root=root
+    )
     engine: object = args.get("engine") or {}
     if is_object(engine):
-        if "model" in engine:
-            raise ConfigError("engine.model: set the model at the top of args, not in `engine`")
-        engine = {**engine, "model": str(model_dir)}
+        for name in ("model", "model_cache"):
+            if name in engine:
+                raise ConfigError(f"engine.{name}: set it at the top of args, not in `engine`")
+        engine = {**engine, "model": str(source), "model_cache": model_cache}
         if isinstance(store := engine.get("program_store"), str):
             engine["program_store"] = str(root / Path(store).expanduser())
         profiles = str(engine.get("profile_directory") or DEFAULT_PROFILE_DIRECTORY)
@@ -147,8 +161,9 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
         replicas=ReplicaOptions(**parsed.replicas.model_dump()),
         router=parsed.router,
         ingress=IngressConfig(
-            model_dir=str(model_dir),
-            model_id=parsed.served_model_name or model_dir.name,
+            model_dir=str(source),
+            model_id=parsed.served_model_name or source.name,
+            model_cache=model_cache,
             key_hashes=load_key_hashes(ingress.api_key_hashes, keys_file),
             admin_key_hashes=load_key_hashes((), admin_file),
             max_body_bytes=ingress.max_body_bytes,
@@ -163,21 +178,47 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
     )
 
 
-def _find_model(model: object, root: Path) -> Path:
+def pin_version(settings: Settings) -> Settings:
+    """Replace a model that is downloaded by the version of it that there is now.
+
+    Asks the bucket or the Hub; all replicas then serve the same files, whenever they start.
+
+    Raises:
+        ConfigError: the model cannot be had.
+    """
+    engine = settings.engine
+    try:
+        model = pin_model(engine.model, cache=engine.model_cache)
+    except ModelSourceError as error:
+        raise ConfigError(f"model: {error}") from error
+    return replace(
+        settings,
+        engine=replace(engine, model=model),
+        ingress=replace(settings.ingress, model_dir=model),
+    )
+
+
+def _find_model(model: object, revision: object, root: Path) -> ModelSource:
     if not isinstance(model, str) or not model:
-        raise ConfigError("model: the directory of a model is required")
-    directory = (root / Path(model).expanduser()).resolve()
+        raise ConfigError("model: a directory, gs://bucket/path or org/name of the Hub is required")
+    try:
+        source = read_setting(
+            model, revision=revision if isinstance(revision, str) else None, root=root
+        )
+    except ModelSourceError as error:
+        raise ConfigError(f"model: {error}") from None
+    if not isinstance(source, LocalSource):
+        return source
+    directory = source.directory
     if not directory.is_dir():
         raise ConfigError(
             f"model: {directory} is not a directory; `make setup` imports the default model, and "
             "any directory in Hugging Face's format can be named"
         )
-    missing = [name for name in _MODEL_FILES if not (directory / name).is_file()]
-    if not any(directory.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if missing:
+    names = [path.name for path in directory.iterdir() if path.is_file()]
+    if missing := list_missing(names):
         raise ConfigError(f"model: {directory} lacks {', '.join(missing)}")
-    return directory
+    return source
 
 
 def _describe(error: ValidationError) -> str:

@@ -293,7 +293,9 @@ class EngineConfig:
     """How one replica runs its model.
 
     Attributes:
-        model: local directory with config.json, tokenizer files and safetensors.
+        model: directory with config.json, tokenizer files and safetensors; or where they are
+            downloaded from, `gs://bucket/path` or `hf://org/name@revision`.
+        model_cache: directory for downloads; None: see `replicas.model_files.fetch`.
         platform: device kind; "auto" takes a TPU when one is attached.
         dtype: compute and weight dtype, "bfloat16" or "float32".
         page_size: tokens per KV page, a power of two; None: 16 on CPU, 128 on TPU.
@@ -331,6 +333,7 @@ class EngineConfig:
     """
 
     model: str
+    model_cache: str | None = None
     platform: Platform = "auto"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     page_size: int | None = None

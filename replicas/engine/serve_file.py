@@ -18,6 +18,8 @@ from typing import Any
 import yaml
 
 from replicas.config import EngineConfig
+from replicas.model_files.fetch import read_cache_setting
+from replicas.model_files.source import read_setting
 
 _CHECKOUT = Path(__file__).resolve().parents[2]
 _COMPILER_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
@@ -61,7 +63,9 @@ def _read_application(application: Mapping[str, Any], root: Path) -> EngineAppli
         raise ValueError(f"application {name!r}: args.model: the directory of a model is required")
     settings = dict(args.get("engine") or {})
     _check_types(settings)
-    settings["model"] = str((root / Path(args["model"]).expanduser()).resolve())
+    source = read_setting(args["model"], revision=args.get("revision"), root=root)
+    settings["model"] = str(source)
+    settings["model_cache"] = read_cache_setting(args.get("model_cache"), source=source, root=root)
     if store := settings.get("program_store"):
         settings["program_store"] = str(root / Path(store).expanduser())
     variables = (application.get("runtime_env") or {}).get("env_vars") or {}
@@ -76,7 +80,7 @@ def _read_application(application: Mapping[str, Any], root: Path) -> EngineAppli
 
 def _check_types(settings: Mapping[str, Any]) -> None:
     hints = typing.get_type_hints(EngineConfig)
-    known = {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    known = {field.name for field in dataclasses.fields(EngineConfig)} - {"model", "model_cache"}
     for name, value in settings.items():
         if name not in known:
             raise ValueError(f"engine.{name}: there is no such setting")

@@ -34,6 +34,8 @@ from replicas.engine.program_key import describe_environment, hash_parts, hash_s
 from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step_trace import Profiler
+from replicas.model_files.fetch import fetch_model
+from replicas.model_files.source import parse_source
 from replicas.models.kv_cache import abstract_kv_pages, zeros
 from replicas.models.packing import has_packable_sizes, pack_params
 from replicas.models.quantize import quantize_params, require_quantizable
@@ -204,7 +206,7 @@ def build_engine(
         max_drafts=config.num_speculative_tokens if config.speculation != "none" else 0,
     )
     model_info = ModelInfo(
-        model_id=Path(config.model).name,
+        model_id=parse_source(config.model).name,
         max_model_len=config.max_model_len,
         max_request_tokens=min(config.max_model_len, (config.num_pages - 1) * config.page_size),
         vocab_size=model_config.vocab_size,
@@ -223,9 +225,9 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
 
     Raises:
         ValueError: the configuration or the model directory is unusable.
+        ModelSourceError: config.json cannot be downloaded.
     """
-    path = Path(config.model)
-    model_config = load_model_config(path)
+    model_config = load_model_config(fetch_model(config.model, "config", cache=config.model_cache))
     platform = start_backend(config) if devices is None else devices[0].platform
     native_error = _load_native(config, platform)
     config = resolve_config(
@@ -271,7 +273,7 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
             environment=environment,
             fingerprint=fingerprint,
             sources=sources,
-            model=path.name,
+            model=parse_source(config.model).name,
             devices=mesh_devices,
         )
     return EnginePlan(
@@ -302,8 +304,14 @@ def _build_runner(plan: EnginePlan, report: ProgressFn) -> ModelRunner:
     config, model_config = plan.config, plan.model_config
     dtype, is_sharded = jnp.dtype(config.dtype), plan.mesh.size > 1
     specs = _param_specs(plan)
+    directory = fetch_model(
+        config.model,
+        "weights",
+        cache=config.model_cache,
+        progress=lambda done, total: report("download", done, total),
+    )
     params = load_params(
-        Path(config.model),
+        directory,
         model_config,
         dtype=dtype,
         shardings=param_shardings(specs, plan.mesh) if is_sharded else None,
@@ -311,9 +319,11 @@ def _build_runner(plan: EnginePlan, report: ProgressFn) -> ModelRunner:
         progress=lambda done, total: report("weights", done, total),
     )
     if config.quantization == "int8":
-        params = quantize_params(params, model_config, is_native=config.matmul == "native")
+        params = quantize_params(
+            params, model_config, is_native=config.matmul == "native", consumes=True
+        )
     elif config.matmul == "native":
-        params = pack_params(params, model_config)
+        params = pack_params(params, model_config, consumes=True)
     return _make_runner(plan, params, zeros(kv_page_shapes(plan)))
 
 
@@ -418,7 +428,12 @@ def _fingerprint(
 ) -> str:
     # Without what neither programs nor tokens depend on.
     shape = dataclasses.replace(
-        config, model="", program_store=None, profile_directory="", max_step_s=1.0
+        config,
+        model="",
+        model_cache=None,
+        program_store=None,
+        profile_directory="",
+        max_step_s=1.0,
     )
     parts = {"sources": sources, "model": repr(model_config), "engine": repr(shape)}
     return hash_parts(environment | parts)

@@ -82,6 +82,10 @@ class Checkpoint:
                 f"missing: {name} (the index places it in {file.name})"
                 for name in sorted(expected - found)
             ]
+            self.problems += [
+                f"unlisted: {name} is in {file.name}, which the index does not say"
+                for name in sorted(found - expected if expected else ())
+            ]
 
     def read(self, name: str) -> np.ndarray:
         """Return a read-only view of a tensor; pages are read from disk as they are touched."""
@@ -106,7 +110,6 @@ class Checkpoint:
             self.problems.append(f"unreadable: {file.name}: {error}")
             return set()
         file_bytes = file.stat().st_size
-        header.pop("__metadata__", None)
         for name, description in header.items():
             try:
                 entry = _parse_entry(file, description, data_start)
@@ -158,6 +161,7 @@ def _parse_header(file: Path) -> tuple[dict[str, Any], int]:
     header = json.loads(text)
     if not isinstance(header, dict):
         raise ValueError("the header is not a JSON object")
+    header.pop("__metadata__", None)
     return header, 8 + length
 
 

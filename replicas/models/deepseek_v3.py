@@ -81,7 +81,7 @@ def parse_config(raw: RawConfig, *, family: str = "deepseek_v3") -> ModelConfig:
         attention_out_bias=has_bias,
         mla=latent,
         moe=_read_moe(raw),
-        num_skipped_layers=read_count(raw, "num_nextn_predict_layers", 1),
+        num_skipped_layers=_read_num_skipped(raw),
     )
 
 
@@ -147,6 +147,15 @@ def _read_latent_attention(raw: RawConfig) -> MLAConfig:
         if stated.get(key) is not None and stated[key] != expected:
             hf_config.refuse(key, stated[key], f"the other keys imply {expected}")
     return latent
+
+
+def _read_num_skipped(raw: RawConfig) -> int:
+    """Read the number of layers that predict further tokens; it has two names."""
+    names = [key for key in ("num_nextn_predict_layers", "num_mtp_layers") if key in raw]
+    counts = {key: read_count(raw, key, 1) for key in names}
+    if len(set(counts.values())) > 1:
+        hf_config.refuse(names[1], counts[names[1]], f"{names[0]} says {counts[names[0]]}")
+    return next(iter(counts.values()), 1)
 
 
 def _attention_scale(raw: RawConfig, latent: MLAConfig, *, factor: float) -> float:

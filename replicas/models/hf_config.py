@@ -23,6 +23,21 @@ RawConfig = Mapping[str, Any]
 # nothing. Absent and null are always accepted; a family takes out the keys that it honours.
 _INERT_VALUES: dict[str, tuple[object, ...]] = {
     "quantization_config": (),
+    # Keys of other architectures, which the families here do not have.
+    "attention_chunk_size": (),
+    "attention_k_eq_v": (False,),
+    "attention_value_scale": (1.0,),
+    "hc_mult": (),
+    "index_topk": (),
+    "key_multiplier": (1.0,),
+    "layer_rope_theta": (),
+    "lm_head_multiplier": (1.0,),
+    "mlp_layer_types": (),
+    "num_attention_heads_per_layer": (),
+    "num_kv_shared_layers": (0,),
+    "scale_embedding": (False,),
+    "shared_expert_intermediate_size": (0,),
+    "use_post_norm": (False,),
     "compression_config": (),
     "hidden_act": ("silu", "swish"),
     "hidden_activation": ("silu", "swish"),
@@ -78,6 +93,11 @@ _INERT_VALUES: dict[str, tuple[object, ...]] = {
     "text_config": (),
     "vision_config": (),
 }
+_OWN_INT8 = (
+    "weights are read as bfloat16, float16 or float32: take such a checkpoint; "
+    "`quantization: int8` makes 8 bits of it at load"
+)
+_ADVICE = {"quantization_config": _OWN_INT8, "compression_config": _OWN_INT8}
 _GENERATION_EOS_KEY = "eos_token_id of generation_config.json"
 _DTYPES = ("bfloat16", "float16", "float32")
 _LAYER_TYPES: tuple[LayerType, ...] = ("full_attention", "sliding_attention")
@@ -194,7 +214,7 @@ def require_supported(raw: RawConfig, *, architecture: str, honoured: Collection
         value = raw.get(key)
         if key not in honoured and value is not None and value not in accepted:
             expected = " or ".join(repr(v) for v in accepted) or "null"
-            refuse(key, value, f"supported: {expected}")
+            refuse(key, value, _ADVICE.get(key, f"supported: {expected}"))
 
 
 def require_uniform_layers(raw: RawConfig, kind: LayerType) -> None:

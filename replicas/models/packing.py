@@ -25,14 +25,31 @@ def has_packable_sizes(config: ModelConfig) -> bool:
     return all(size % 2 == 0 for size in sizes)
 
 
-def pack_params(params: Any, config: ModelConfig) -> Any:
+def pack_params(params: Any, config: ModelConfig, *, consumes: bool = False) -> Any:
     """Return the tree with bf16 packed matmul weights, its layers as one `LayerStack`.
 
-    Host memory holds both trees meanwhile.
+    Args:
+        params: as from `load_params`.
+        config: the model's.
+        consumes: free each weight once it is packed; else host memory holds both trees.
     """
     stack = functools.partial(stack_layers, num_layers=config.num_layers)
-    prepared = get_family(config).prepare_params(params, config, pack, pack_gate_up, stack)
-    return jax.device_put(prepared)
+    packs = consuming(pack, params), consuming(pack_gate_up, params)
+    if not consumes:
+        packs = pack, pack_gate_up
+    return jax.device_put(get_family(config).prepare_params(params, config, *packs, stack))
+
+
+def consuming(pack_weight: Callable[[Any], Any], params: Any) -> Callable[[Any], Any]:
+    """Return `pack_weight` that frees what it has packed, but an embedding that is looked up."""
+
+    def pack_and_free(weight: jax.Array) -> Any:
+        packed = pack_weight(weight)
+        if weight is not params.embedding:
+            weight.delete()
+        return packed
+
+    return pack_and_free
 
 
 def abstract_packed_params(params: Any, config: ModelConfig) -> Any:

@@ -8,6 +8,7 @@ resolution from all others. Embedding, norms and biases stay as they are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from kernels.cpu import int8_matmul
 from kernels.int8_reference import Int8Matrix, largest_rotation, quantize_weight
 from replicas.config import ModelConfig
 from replicas.models.layer_stack import abstract_stack, stack_layers
-from replicas.models.packing import on_shapes
+from replicas.models.packing import consuming, on_shapes
 from replicas.models.registry import UnsupportedModelError, get_family
 
 
@@ -37,7 +38,12 @@ def require_quantizable(config: ModelConfig) -> None:
 
 
 def quantize_params(
-    params: Any, config: ModelConfig, *, is_native: bool, rotates: bool = True
+    params: Any,
+    config: ModelConfig,
+    *,
+    is_native: bool,
+    rotates: bool = True,
+    consumes: bool = False,
 ) -> Any:
     """Return the tree with int8 matmul weights, the output head's included.
 
@@ -47,6 +53,7 @@ def quantize_params(
         is_native: in the layout of the native kernel, layers as one `LayerStack`; else each weight
             an `Int8Matrix`.
         rotates: False leaves the rotation out, to measure what it is worth.
+        consumes: free each weight once it is quantised; else memory holds both trees.
 
     Raises:
         UnsupportedModelError: see `require_quantizable`.
@@ -54,13 +61,18 @@ def quantize_params(
     require_quantizable(config)
     rotation = None if rotates else 1
     prepare = get_family(config).prepare_params
+
+    def bound(pack: Callable[..., Any]) -> Callable[..., Any]:
+        rotating = functools.partial(pack, rotation=rotation)
+        return consuming(rotating, params) if consumes else rotating
+
     if not is_native:
-        return prepare(params, config, functools.partial(_quantize_in_place, rotation=rotation))
+        return prepare(params, config, bound(_quantize_in_place))
     prepared = prepare(
         params,
         config,
-        functools.partial(int8_matmul.pack, rotation=rotation),
-        functools.partial(int8_matmul.pack_gate_up, rotation=rotation),
+        bound(int8_matmul.pack),
+        bound(int8_matmul.pack_gate_up),
         functools.partial(stack_layers, num_layers=config.num_layers),
     )
     return jax.device_put(prepared)

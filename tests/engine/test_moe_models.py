@@ -286,6 +286,7 @@ def test_tensors_of_further_prediction_layers_are_skipped(golden_dir: Path, tmp_
         ("deepseek_v3", "moe_layer_freq", 2),
         ("deepseek_v3", "head_dim", 16),
         ("deepseek_v3", "num_key_value_heads", 2),
+        ("deepseek_v3", "num_mtp_layers", 2),
         ("deepseek_v3", "n_group", 3),
         ("deepseek_v3", "topk_group", 3),
         ("kimi_k2", "n_group", 16),

@@ -14,6 +14,7 @@ from bench import paged_forward
 from bench.paged_forward import PagedForward
 from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
 from replicas.config import EngineConfig
+from replicas.models.packing import pack_params
 from replicas.models.quantize import quantize_params
 from replicas.models.registry import load_model_config
 from replicas.models.weights import load_params
@@ -61,6 +62,26 @@ def test_embedding_norms_and_biases_stay_as_they_are(tmp_path: Path) -> None:
             np.testing.assert_array_equal(
                 getattr(after.attention, name), getattr(before.attention, name)
             )
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("kind", ["bf16", "int8, native", "int8"])
+def test_weights_are_freed_as_they_are_packed(tmp_path: Path, kind: str, is_tied: bool) -> None:
+    path = write_checkpoint(tmp_path, {"tie_word_embeddings": is_tied})
+    config = load_model_config(path)
+
+    def pack(*, consumes: bool) -> tuple[Any, Any]:
+        params = load_params(path, config, dtype=jnp.bfloat16)
+        if kind == "bf16":
+            return params, pack_params(params, config, consumes=consumes)
+        is_native = kind != "int8"
+        return params, quantize_params(params, config, is_native=is_native, consumes=consumes)
+
+    params, packed = pack(consumes=True)
+    jax.tree.map(np.testing.assert_array_equal, packed, pack(consumes=False)[1])
+    left = [leaf for leaf in jax.tree.leaves(params) if not leaf.is_deleted()]
+    assert all(leaf.ndim == 1 or leaf is params.embedding for leaf in left)
+    assert any(leaf is params.embedding for leaf in left)
 
 
 def test_what_int8_does_not_run_with_is_refused() -> None:

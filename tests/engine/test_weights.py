@@ -128,6 +128,24 @@ def test_faults_of_shards_are_listed_together(tmp_path: Path) -> None:
     assert all(f"missing: {name} " in text for name in lost)
 
 
+def test_an_index_that_disagrees_with_its_shards_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path)
+    weight_map = shard(path)
+    moved, left_out = "model.norm.weight", "lm_head.weight"
+    owner, other = weight_map[moved], "model-9.safetensors"
+    save_file({"model.layers.9.extra": np.ones(3, np.float32)}, path / other)
+    weight_map |= {moved: other, "model.layers.9.extra": other}
+    listed = {name: file for name, file in weight_map.items() if name != left_out}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    with pytest.raises(CheckpointError) as error:
+        load(path)
+    problems = error.value.problems
+    assert f"missing: {moved} (the index places it in {other})" in problems
+    assert f"unlisted: {moved} is in {owner}, which the index does not say" in problems
+    assert any(p.startswith(f"unlisted: {left_out} is in ") for p in problems)
+    assert any(p.startswith("extra: model.layers.9.extra ") for p in problems)
+
+
 @pytest.mark.parametrize(
     "content",
     [
