@@ -22,6 +22,7 @@ from app.router.admission import (
     WaitingQueue,
 )
 from app.router.cost import Answer, Policy, PredictedCost, Question, fits
+from app.router.demand import DemandMeter
 from app.router.events import (
     Action,
     Event,
@@ -45,6 +46,7 @@ from replicas.errors import (
     EngineNotReady,
     Overloaded,
 )
+from replicas.wire import RouterDemand
 
 NOT_READY_RETRY_AFTER_S = 5.0
 
@@ -133,6 +135,7 @@ class RouterCore:
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
         self._drain_rate = DrainRate()
+        self._meter = DemandMeter()
         self._fleet = Fleet(max_waiting_per_replica=config.max_waiting_per_replica)
         self._index = PrefixIndex(max_keys=config.max_indexed_pages)
         self._device_index: PrefixIndex | None = None  # only where there is a tier behind it
@@ -174,6 +177,14 @@ class RouterCore:
         """Replicas that take requests, by id."""
         return {view.replica_id: view for view in self._fleet.routable()}
 
+    def demand(self) -> RouterDemand:
+        """Return what has been asked for since the start, and what waits now."""
+        return self._meter.read(
+            self._fleet.model.costs,
+            num_queued=self.num_queued,
+            num_queued_tokens=self.num_queued_tokens,
+        )
+
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
         return self._queue.next_due()
@@ -208,6 +219,8 @@ class RouterCore:
         assert request_id not in self._queue, request_id
         assert request_id not in self._sent, request_id
         config = self._config
+        if not event.excluded:
+            self._meter.arrived(event.num_prompt_tokens)
         is_new = not event.excluded and not any(True for _ in self._fleet.routable())
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
         assert self._started_at is not None
@@ -247,6 +260,7 @@ class RouterCore:
             self._drain_rate.add(request.num_prompt_tokens, now)
             if num_output_tokens is not None:
                 self._queue.refund(request, num_output_tokens)
+                self._meter.ended(num_output_tokens)
             self._forget_if_done(view)
 
     def _introduce(self, event: ReplicaReported, now: float) -> None:
@@ -429,6 +443,7 @@ class RouterCore:
             num_pairs=(length - held) * (length + held) // 2,
         )
         view.book(request.request_id, booking, now)
+        self._meter.sent(booking)
         self._fleet.refresh(view)
         self._sent[request.request_id] = (request, view)
 

@@ -13,6 +13,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from app.autoscaling.config import AutoscalingConfig
+from app.autoscaling.serve_policy import serve_autoscaling
 from app.errors import ConfigError
 from app.settings import _Args, parse_settings  # pyright: ignore[reportPrivateUsage]
 
@@ -66,10 +68,13 @@ def test_a_misspelt_key_in_the_example_would_be_refused(v6e_args: dict[str, Any]
 
 
 def test_serve_accepts_the_example_s_autoscaling(v6e_args: dict[str, Any]) -> None:
-    from ray.serve.config import AutoscalingConfig
-
-    autoscaling = AutoscalingConfig(**v6e_args["replicas"]["autoscaling"])
-    assert autoscaling.max_replicas == 4
+    settings = parse_settings(v6e_args)
+    config = settings.replicas.autoscaling
+    assert config is not None
+    serve = serve_autoscaling(config)
+    assert serve.max_replicas == 4
+    policy = serve.policy.get_policy()(**serve.policy.policy_kwargs)
+    assert policy.config == config
 
 
 def test_the_example_has_the_keys_of_the_default_configuration(v6e: dict[str, Any]) -> None:
@@ -129,6 +134,8 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from settings_of(annotation, f"{key}.")
         elif key != "engine.model":  # given once, as `model`
             yield key, default
+        if annotation == AutoscalingConfig | None:
+            yield from settings_of(AutoscalingConfig, f"{key}.")
 
 
 def shown(default: Any) -> str:
@@ -137,6 +144,8 @@ def shown(default: Any) -> str:
         return NO_DEFAULT
     if default is None:
         return "null"
+    if default == ():
+        return "[]"
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, float) and default.is_integer():
