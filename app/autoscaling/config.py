@@ -71,7 +71,7 @@ class AutoscalingConfig:
     initial_replicas: int | None = None
     ttft_target_s: float = 2.0
     tpot_target_s: float = 0.1
-    headroom: float = 0.2
+    headroom: float = 0.15
     kv_target: float = 0.9
     boot_s: float = 240.0
     upscale_delay_s: float = 10.0

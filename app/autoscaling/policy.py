@@ -15,9 +15,14 @@ from app.autoscaling.capacity import ReplicaModel, Workload, predict, replicas_n
 from app.autoscaling.config import AutoscalingConfig
 from app.autoscaling.schedule import bounds_ahead
 
-FAST_S = 60.0
-SLOW_S = 300.0
-"""Memories of the rate of arrivals; their difference is the trend."""
+FAST_S = 45.0
+SLOW_S = 180.0
+"""Memories of the rate of arrivals. A rate that grows by g per second is g times as many seconds
+ahead of each, so their difference is the trend, and the fast one is late by `FAST_S`."""
+MAX_AHEAD_S = 300.0
+MAX_GROWTH = 2.0
+"""A trend is not drawn on for longer, nor to more than so many times the present rate: a step looks
+like a slope at first."""
 MIN_WEIGHT_S = 10.0
 MIX_S = 600.0
 """Memory of what a request is like: prompts and answers change more slowly than their number."""
@@ -25,7 +30,7 @@ MIN_REQUESTS = 8.0
 """With fewer in memory one replica is enough, or nothing is foreseen when memory is short."""
 NOISE = 2.0
 """Standard deviations of a Poisson count by which the rate must grow to count as a trend."""
-DEADBAND = 0.15
+DEADBAND = 0.1
 """A replica goes only if the load could grow by this and `headroom` without it."""
 DRAIN_S = 30.0
 """A backlog that will still be there when new replicas are up is to be gone so much later."""
@@ -246,7 +251,9 @@ def _needed(
     config: AutoscalingConfig, state: State, seen: Observation, load: Workload, *, spare: float
 ) -> int:
     """Return the replicas that the load takes at the time when one ordered now would be up."""
-    rate = load.requests_per_s + _growth(state) * min(config.boot_s, SLOW_S)
+    ahead_s = FAST_S + min(config.upscale_delay_s + config.boot_s, MAX_AHEAD_S)
+    rate = load.requests_per_s
+    rate = min(rate + _growth(state) * ahead_s, MAX_GROWTH * rate)
     ahead = replace(load, requests_per_s=rate * (1 + spare))
     model = ReplicaModel(
         step_s=seen.step_s,

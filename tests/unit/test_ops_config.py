@@ -72,9 +72,8 @@ def test_serve_accepts_the_example_s_autoscaling(v6e_args: dict[str, Any]) -> No
     config = settings.replicas.autoscaling
     assert config is not None
     serve = serve_autoscaling(config)
-    assert serve.max_replicas == 4
-    policy = serve.policy.get_policy()(**serve.policy.policy_kwargs)
-    assert policy.config == config
+    assert (serve.min_replicas, serve.max_replicas) == (1, 4)
+    assert not serve.policy.is_default_policy_function()
 
 
 def test_the_example_has_the_keys_of_the_default_configuration(v6e: dict[str, Any]) -> None:
