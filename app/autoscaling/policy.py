@@ -15,10 +15,13 @@ from app.autoscaling.capacity import ReplicaModel, Workload, predict, replicas_n
 from app.autoscaling.config import AutoscalingConfig
 from app.autoscaling.schedule import bounds_ahead
 
-FAST_S = 45.0
-SLOW_S = 180.0
-"""Memories of the rate of arrivals. A rate that grows by g per second is g times as many seconds
-ahead of each, so their difference is the trend, and the fast one is late by `FAST_S`."""
+BOOTS_PER_MEMORY = 5.0
+MIN_FAST_S, MAX_FAST_S = 5.0, 60.0
+"""The rate of arrivals is remembered for a fifth of a boot: what takes longer to act on may be
+looked at for longer."""
+SLOW_FACTOR = 4.0
+"""A second memory, so many times longer. A rate that grows by g per second is g times as many
+seconds ahead of each, so their difference is the trend."""
 MAX_AHEAD_S = 300.0
 MAX_GROWTH = 2.0
 """A trend is not drawn on for longer, nor to more than so many times the present rate: a step looks
@@ -161,13 +164,13 @@ class Decision:
 
 def decide(config: AutoscalingConfig, state: State, seen: Observation) -> tuple[Decision, State]:
     """Return the number of replicas to have from now on."""
-    state = _remember(state, seen)
+    state = _remember(config, state, seen)
     low, high = bounds_ahead(config, seen.now)
     assert state.active_at is not None
     needed, lasting = None, 0
     if seen.now - state.active_at >= config.scale_to_zero_after_s:
         needed, lasting = 0, 0
-    elif state.mix[0] < MIN_REQUESTS and state.slow.weight >= FAST_S:
+    elif state.mix[0] < MIN_REQUESTS and state.slow.weight >= MIX_S / 10:
         needed, lasting = 1, 1
     elif (load := _workload(state, seen)) is not None:
         needed = _needed(config, state, seen, load, spare=config.headroom)
@@ -206,8 +209,14 @@ def _step(
     return current, "", state
 
 
-def _remember(state: State, seen: Observation) -> State:
+def _memory_s(config: AutoscalingConfig) -> float:
+    """Return the shorter memory of the rate of arrivals."""
+    return min(max(config.boot_s / BOOTS_PER_MEMORY, MIN_FAST_S), MAX_FAST_S)
+
+
+def _remember(config: AutoscalingConfig, state: State, seen: Observation) -> State:
     """Take what has been counted since the last observation into the memories."""
+    fast_s = _memory_s(config)
     elapsed = 0.0 if state.at is None else max(0.0, seen.now - state.at)
     has_report = seen.num_slots > 0
     if state.counts is None or not has_report:
@@ -225,8 +234,8 @@ def _remember(state: State, seen: Observation) -> State:
         state,
         at=seen.now,
         counts=seen.counts if has_report else state.counts,
-        fast=state.fast.add(grown[0], passed, FAST_S),
-        slow=state.slow.add(grown[0], passed, SLOW_S),
+        fast=state.fast.add(grown[0], passed, fast_s),
+        slow=state.slow.add(grown[0], passed, SLOW_FACTOR * fast_s),
         mix=tuple(m * faded + g for m, g in zip(state.mix, grown, strict=True)),
         active_at=seen.now if is_active or state.active_at is None else state.active_at,
     )
@@ -251,9 +260,9 @@ def _needed(
     config: AutoscalingConfig, state: State, seen: Observation, load: Workload, *, spare: float
 ) -> int:
     """Return the replicas that the load takes at the time when one ordered now would be up."""
-    ahead_s = FAST_S + min(config.upscale_delay_s + config.boot_s, MAX_AHEAD_S)
+    ahead_s = _memory_s(config) + min(config.upscale_delay_s + config.boot_s, MAX_AHEAD_S)
     rate = load.requests_per_s
-    rate = min(rate + _growth(state) * ahead_s, MAX_GROWTH * rate)
+    rate = min(rate + _growth(config, state) * ahead_s, MAX_GROWTH * rate)
     ahead = replace(load, requests_per_s=rate * (1 + spare))
     model = ReplicaModel(
         step_s=seen.step_s,
@@ -293,12 +302,12 @@ def _backlog(
     return max(0.0, waiting)
 
 
-def _growth(state: State) -> float:
+def _growth(config: AutoscalingConfig, state: State) -> float:
     """Return by how much the rate of arrivals grows per second, where that is more than noise."""
-    fast, slow = state.fast.rate, state.slow.rate
-    if fast - slow <= NOISE * math.sqrt(max(slow, 0.0) / (2 * FAST_S)):
+    fast, slow, memory_s = state.fast.rate, state.slow.rate, _memory_s(config)
+    if fast - slow <= NOISE * math.sqrt(max(slow, 0.0) / (2 * memory_s)):
         return 0.0
-    return (fast - slow) / (SLOW_S - FAST_S)
+    return (fast - slow) / ((SLOW_FACTOR - 1) * memory_s)
 
 
 def _note(
