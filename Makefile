@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench clean
+.PHONY: help setup setup-dev serve test lint bench scale clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -51,6 +51,9 @@ lint: setup-dev  ## format, style, types and import layers
 bench: setup-dev  ## measure the engine, then the whole service; results in bench/results/
 	@$(VENV_PYTHON) -m bench.engine
 	@$(VENV_PYTHON) -m bench.serve
+
+scale: setup-dev  ## a load wave on a local Ray cluster whose fake TPU hosts come and go
+	@$(VENV_PYTHON) -m bench.scale_wave
 
 clean:  ## remove what the other targets made; models that you added stay
 	rm -rf .venv .cache run .pytest_cache .ruff_cache .hypothesis .import_linter_cache

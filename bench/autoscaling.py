@@ -114,7 +114,7 @@ def run(
             f"serve, {target} ongoing": ServeDefault(
                 target_ongoing_requests=target, max_replicas=most
             )
-            for target in (2, 8, 16, 32)
+            for target in (2, 8, 16)
         },
         "fixed at the oracle's peak": Fixed(oracle.peak),
     }

@@ -26,7 +26,7 @@ MAX_AHEAD_S = 300.0
 MAX_GROWTH = 2.0
 """A trend is not drawn on for longer, nor to more than so many times the present rate: a step looks
 like a slope at first."""
-MIN_WEIGHT_S = 10.0
+MIN_WEIGHT_S = 3.0
 MIX_S = 600.0
 """Memory of what a request is like: prompts and answers change more slowly than their number."""
 MIN_REQUESTS = 8.0

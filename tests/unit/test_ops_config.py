@@ -12,6 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from ray.serve.schema import ServeDeploySchema
 
 from app.autoscaling.config import AutoscalingConfig
 from app.autoscaling.serve_policy import serve_autoscaling
@@ -20,6 +21,7 @@ from app.settings import _Args, parse_settings  # pyright: ignore[reportPrivateU
 
 ROOT = Path(__file__).resolve().parents[2]
 V6E = ROOT / "ops" / "serve_config.v6e.yaml"
+TWO_MODELS = ROOT / "ops" / "serve_config.two-models.yaml"
 DOCUMENT = ROOT / "docs" / "configuration.md"
 NO_DEFAULT = "required"
 
@@ -47,8 +49,6 @@ def v6e_args(v6e: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 
 
 def test_ray_accepts_the_example(v6e: dict[str, Any]) -> None:
-    from ray.serve.schema import ServeDeploySchema
-
     schema = ServeDeploySchema.model_validate(v6e)
     (application,) = schema.applications
     assert application.import_path == "app.build:build"
@@ -105,6 +105,30 @@ def test_a_replica_of_the_example_brings_up_a_v6e_host_and_no_other(v6e: dict[st
         if all(offered.get(key, 0) >= amount for key, amount in resources.items()):
             fitting.append(name)
     assert fitting == ["tpu_v6e_4"]
+
+
+def test_two_models_share_a_service(tmp_path: Path) -> None:
+    """Paths and names of their own, and chips that add up to whole hosts."""
+    config = yaml.safe_load(TWO_MODELS.read_text())
+    schema = ServeDeploySchema.model_validate(config)
+    assert len({application.route_prefix for application in schema.applications}) == 2
+    marks: dict[str, float] = {}
+    for application in config["applications"]:
+        args = application["args"]
+        model = tmp_path / application["name"]
+        model.mkdir()
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (model / name).touch()
+        keys = tmp_path / "api_keys"
+        keys.write_text("sha256:" + "0" * 64 + "\n")
+        args["model"], args["ingress"]["api_keys_file"] = str(model), str(keys)
+        settings = parse_settings(args)
+        assert settings.ingress.model_id == application["name"]
+        assert settings.replicas.resources["TPU"] == settings.engine.tensor_parallel
+        marks[application["name"]] = settings.replicas.resources["TPU-v6e-4-head"] * (
+            4 / settings.replicas.resources["TPU"]
+        )
+    assert marks == {"large": 1.0, "small": 1.0}
 
 
 def settings_of(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
