@@ -26,12 +26,22 @@ from bench.router_sim.scaling import Fixed, Oracle, Ours, Scaler, ServeDefault
 from bench.router_sim.simulation import Scenario, Simulation
 from bench.router_sim.traces import SimRequest, replay
 
+ONGOING = (2, 8, 16)
+"""Values of Serve's target_ongoing_requests; 2 is its default."""
+POLICY_NAMES = ("oracle", "ours", *(f"serve-{target}" for target in ONGOING), "fixed")
+"""`fixed` has as many replicas as the oracle at its peak, all the time."""
 CHIPS = 8
 """Of a modelled replica."""
 SLOW = dataclasses.replace(
-    HBM_ONLY, weights_s=44e-3, token_s=168e-6, pair_s=3.2e-9, context_s=14.4e-8
+    HBM_ONLY,
+    weights_s=22e-3,
+    context_s=7.2e-8,
+    token_s=168e-6,
+    pair_s=3.2e-9,
+    chunk_tokens=512,
 )
-"""A quarter of the speed: the Azure traces are light, and a fleet needs more than one replica."""
+"""A quarter of the arithmetic and half the bandwidth, about v5e's against v6e's: the Azure traces
+are light, and a fleet needs more than one replica."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +108,13 @@ def warp(requests: Sequence[SimRequest], rate: Callable[[float], float]) -> list
 
 
 def run(
-    name: str, load: str, seed: int, config: AutoscalingConfig, *, minutes: float
+    name: str,
+    load: str,
+    seed: int,
+    config: AutoscalingConfig,
+    *,
+    minutes: float,
+    policies: Sequence[str] = POLICY_NAMES,
 ) -> list[dict[str, Any]]:
     """Replay one trace under each policy; one row each."""
     trace = TRACES[name]
@@ -111,16 +127,15 @@ def run(
         "oracle": oracle,
         "ours": Ours(config),
         **{
-            f"serve, {target} ongoing": ServeDefault(
-                target_ongoing_requests=target, max_replicas=most
-            )
-            for target in (2, 8, 16)
+            f"serve-{target}": ServeDefault(target_ongoing_requests=target, max_replicas=most)
+            for target in ONGOING
         },
-        "fixed at the oracle's peak": Fixed(oracle.peak),
+        "fixed": Fixed(oracle.peak),
     }
     rows: list[dict[str, Any]] = []
-    for policy, scaler in scalers.items():
-        first = oracle.decide_at(0.0) if policy != "fixed at the oracle's peak" else oracle.peak
+    for policy in policies:
+        scaler = scalers[policy]
+        first = oracle.peak if policy == "fixed" else oracle.decide_at(0.0)
         scenario = Scenario(num_replicas=first, hardware=hardware, seed=seed)
         simulation = Simulation(scenario, requests, POLICIES["ours"], scaler=scaler)
         outcome = simulation.run()
@@ -179,6 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="bench.autoscaling", description=__doc__)
     parser.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(TRACES))
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
+    parser.add_argument("--policies", nargs="+", choices=POLICY_NAMES, default=list(POLICY_NAMES))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--boot-s", type=float, default=240.0)
@@ -198,7 +214,14 @@ def main(arguments: list[str] | None = None) -> None:
         for load in options.loads:
             found: list[dict[str, Any]] = []
             for seed in range(1, options.seeds + 1):
-                found += run(name, load, seed, config, minutes=options.minutes)
+                found += run(
+                    name,
+                    load,
+                    seed,
+                    config,
+                    minutes=options.minutes,
+                    policies=options.policies,
+                )
             print(format_table(mean_rows(found)), flush=True)
             rows += found
     path = options.out or result_path("autoscaling")

@@ -21,8 +21,9 @@ from app.autoscaling.config import AutoscalingConfig
 from app.client import LLMClient
 from bench.report import result_path, stamp, write_json
 from bench.router_sim.experiment import quantile
+from replicas.wire import SamplingParams
 from tests.fake_tpu_cluster import FakeTpuCluster, Host, fake_tpu_cluster
-from tests.fakes import FakeEngineOptions
+from tests.fakes import FakeEngineOptions, fake_output
 from tests.scale_app import Outcome, chips_of, deploy, load
 
 TOKENS = 20
@@ -30,6 +31,7 @@ STEP_S = 0.05
 SLOTS = 8
 """A request holds a slot for a second: a replica carries 8 requests per second."""
 SETTLED_S = 2.0
+LIMIT_S = 200.0
 
 
 def wave(
@@ -77,7 +79,7 @@ def wave(
         return high if is_high else low
 
     def is_over(at: float) -> bool:
-        if at > 400:
+        if at > 2 * LIMIT_S:
             return True
         is_alone = bool(reached_at) and outcome.counts[-1] == 1 and fake.num_hosts == 1
         if is_alone and not alone_at:
@@ -112,6 +114,47 @@ def wave(
     }
 
 
+def zero(fake: FakeTpuCluster) -> dict[str, Any]:
+    """Let an idle service go, its host too, and wake it with a few requests that wait.
+
+    Returns:
+        how long each wait was; `ready_at_zero` is what /ready would say.
+    """
+    config = AutoscalingConfig(
+        min_replicas=0, boot_s=20.0, scale_to_zero_after_s=5.0, report_interval_s=0.5
+    )
+    handle = deploy(
+        "zero", FakeEngineOptions(), chips=fake.host.chips, scaling=config, replica_wait_s=120.0
+    )
+    report: dict[str, Any] = {}
+
+    async def run() -> None:
+        client = LLMClient(handle, host="127.0.0.1")
+        began = time.monotonic()
+        while (await client.status()).replicas or fake.num_hosts:
+            assert time.monotonic() < began + LIMIT_S, fake.num_hosts
+            await asyncio.sleep(0.3)
+        asleep = time.monotonic()
+        report["asleep_after_s"] = round(asleep - began, 1)
+        report["ready_at_zero"] = (await client.status()).ready
+        answers = await asyncio.gather(
+            *(
+                client.complete((number, 1), SamplingParams(max_tokens=5), timeout_s=LIMIT_S)
+                for number in range(1, 5)
+            )
+        )
+        report["woken_after_s"] = round(time.monotonic() - asleep, 1)
+        report["wrong"] = sum(
+            answer.token_ids != fake_output((number, 1), 5)
+            for number, answer in enumerate(answers, 1)
+        )
+        await client.close()
+
+    asyncio.run(run())
+    serve.delete("zero")
+    return report
+
+
 def pin(directory: Path, *, chips: int, hosts: int, host: Host) -> dict[str, Any]:
     """Fill hosts with replicas of `chips` chips each and see what each was given."""
     directory.mkdir()
@@ -139,7 +182,8 @@ def pin(directory: Path, *, chips: int, hosts: int, host: Host) -> dict[str, Any
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.scale_wave", description=__doc__)
-    parser.add_argument("--short", action="store_true", help="two replicas, one kind of pinning")
+    parser.add_argument("--only-zero", action="store_true", help="scale to zero and back, only")
+    parser.add_argument("--short", action="store_true", help="a small wave, one kind of pinning")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args(arguments)
     host = Host(boot_s=1.0, idle_timeout_s=1.0 if options.short else 5.0)
@@ -148,6 +192,10 @@ def main(arguments: list[str] | None = None) -> int:
         fake_tpu_cluster(host, namespace="scale-wave") as fake,
     ):
         serve.start(http_options={"location": "NoServer"})
+        if options.only_zero:
+            print(zero(fake))
+            serve.shutdown()
+            return 0
         directory = Path(name)
         (directory / "wave").mkdir()
         peak, hold_s = (2, None) if options.short else (3, 20.0)
@@ -162,6 +210,8 @@ def main(arguments: list[str] | None = None) -> int:
             while fake.num_hosts and time.monotonic() < give_up_at:
                 time.sleep(0.5)
             report["hosts_at_the_end"] = fake.num_hosts
+            report["zero"] = zero(fake)
+            print(report["zero"])
         serve.shutdown()
     path = options.out or result_path("scale_wave")
     write_json(path, {"stamp": stamp(), **report})

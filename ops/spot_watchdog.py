@@ -162,7 +162,8 @@ def sweep(api: TpuApi, cluster: str, *, recreate: bool, poll_s: float = OPERATIO
         print(f"{node['name']} is {node['state']}: deleting it", flush=True)
         api.delete(node["name"], poll_s=poll_s)
         if recreate:
-            node_id = f"{node.get('labels', {}).get(NAME_LABEL, cluster)}-{uuid.uuid4().hex[:8]}"
+            name = node["labels"].get(NAME_LABEL, f"ray-{cluster}-worker")
+            node_id = f"{name}-{uuid.uuid4().hex[:8]}-tpu"  # Ray tells the kind by the end
             api.create(request_of(node), node_id)
             print(f"ordered {node_id} instead", flush=True)
     return len(lost)

@@ -134,7 +134,7 @@ class State:
         needed: (time, replicas that the load needed with all its margins), of the last
             `downscale_window_s`, the largest of every few seconds.
         short_since: since when more than the target was needed without a break.
-        active_at: when a request was last seen.
+        active_at: when a request was last seen, or a replica that was still to come.
     """
 
     at: float | None = None
@@ -229,7 +229,8 @@ def _remember(config: AutoscalingConfig, state: State, seen: Observation) -> Sta
     # Without a report nothing is known of this time; it counts as not having passed.
     passed = elapsed if has_report and state.counts is not None else 0.0
     faded = math.exp(-passed / MIX_S)
-    is_active = grown[0] > 0 or seen.num_queued > 0 or seen.num_open > 0
+    is_booting = seen.num_running < seen.target  # somebody wanted it, and has yet to get it
+    is_active = grown[0] > 0 or seen.num_queued > 0 or seen.num_open > 0 or is_booting
     return replace(
         state,
         at=seen.now,

@@ -226,6 +226,18 @@ def test_zero_after_idleness_and_one_for_a_waiting_request() -> None:
     assert service.target == 1
 
 
+def test_a_replica_that_boots_for_longer_than_idleness_lasts_is_not_taken_back() -> None:
+    config = replace(CONFIG, min_replicas=0, scale_to_zero_after_s=60.0, boot_s=300.0)
+    service = Service(config, target=0)
+    service.tick(1.0)
+    service.run(280, lambda _: 0.0)
+    assert (service.running, service.target) == (0, 1)
+    service.run(70, lambda _: 0.0)
+    assert (service.running, service.target) == (1, 1)
+    service.run(60, lambda _: 0.0)
+    assert service.target == 0
+
+
 def test_a_trickle_keeps_one_replica() -> None:
     service = Service(replace(CONFIG, min_replicas=0), target=3)
     service.run(3600, lambda now: 0.5 if now % 900 < 2 else 0.0)

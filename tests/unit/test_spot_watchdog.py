@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from tests.watchdog import load_watchdog
+
 PARENT = "projects/p/locations/z"
-
-
-def load_watchdog() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "ops" / "spot_watchdog.py"
-    spec = importlib.util.spec_from_file_location("spot_watchdog", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["spot_watchdog"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 watchdog = load_watchdog()
