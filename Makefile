@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench chaos soak golden-http clean
+.PHONY: help setup setup-dev serve test lint bench chaos soak scale golden-http clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -61,6 +61,9 @@ soak: setup-dev  ## serve CONFIG under 70% load for SOAK_MINUTES and look for wh
 
 golden-http: setup-dev  ## serve every golden checkpoint over HTTP and compare its tokens
 	@$(VENV_PYTHON) -m bench.golden_http
+
+scale: setup-dev  ## a load wave on a local Ray cluster whose fake TPU hosts come and go
+	@$(VENV_PYTHON) -m bench.scale_wave
 
 clean:  ## remove what the other targets made; models that you added stay
 	rm -rf .venv .cache run .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -16,6 +16,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivateUsage]
 
 from app.auth import check_exposure
+from app.autoscaling.serve_policy import serve_autoscaling
 from app.deploy_check import check_deployable
 from app.ingress import Ingress
 from app.router.deployment import RouterDeployment
@@ -60,11 +61,15 @@ def build(args: dict[str, Any]) -> serve.Application:
         "graceful_shutdown_timeout_s": replicas.drain_timeout_s,
         "graceful_shutdown_wait_loop_s": _DRAIN_POLL_S,
     }
+    if replicas.autoscaling is None:
+        autoscaling = replicas.serve_autoscaling
+    else:
+        autoscaling = serve_autoscaling(replicas.autoscaling)
     engine = _deployment(
         EngineDeployment,
         "Engine",
-        num_replicas=None if replicas.autoscaling else replicas.num_replicas,
-        autoscaling_config=replicas.autoscaling,
+        num_replicas=None if autoscaling else replicas.num_replicas,
+        autoscaling_config=autoscaling,
         ray_actor_options={"num_cpus": replicas.num_cpus, "resources": replicas.resources},
         request_router_config=_request_router_config(),
         health_check_period_s=replicas.health_check_period_s,
@@ -73,7 +78,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     ).bind(settings.engine, tracing=settings.tracing)
     light = {"ray_actor_options": {"num_cpus": 0}, **options}
     router = _deployment(RouterDeployment, "Router", **light).bind(
-        engine, settings.router, tracing=settings.tracing
+        engine, settings.router, tracing=settings.tracing, autoscaling=replicas.autoscaling
     )
     return _deployment(
         _untyped_serve.ingress()(Ingress),

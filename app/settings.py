@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from app.auth import load_key_hashes
+from app.autoscaling.config import AutoscalingConfig
 from app.errors import ConfigError
 from app.ingress_config import IngressConfig
 from app.json_types import is_object
@@ -31,6 +32,8 @@ from replicas.model_files.source import (
 from replicas.tracing import check_exporter
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
+WAIT_FOR_BOOT = 1.5
+"""A request that finds no replica waits for so many times what a replica takes to start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,9 @@ class ReplicaOptions:
     """How many engine replicas there are and what each reserves.
 
     Attributes:
-        num_replicas: fixed number of replicas; ignored where `autoscaling` is given.
-        autoscaling: Serve's autoscaling_config, or None.
+        num_replicas: fixed number of replicas; ignored where one of the next two is given.
+        autoscaling: our policy's settings, or None.
+        serve_autoscaling: Serve's own autoscaling_config instead, or None.
         num_cpus: logical CPUs that a replica reserves.
         resources: custom resources that it reserves, e.g. {"TPU": 4} for a host with four chips.
         drain_timeout_s: how long a stopping replica may finish its requests.
@@ -48,7 +52,8 @@ class ReplicaOptions:
     """
 
     num_replicas: int = 1
-    autoscaling: dict[str, Any] | None = None
+    autoscaling: AutoscalingConfig | None = None
+    serve_autoscaling: dict[str, Any] | None = None
     num_cpus: float = 0.0
     resources: dict[str, float]
     drain_timeout_s: float = 10.0
@@ -83,7 +88,8 @@ class _Section(BaseModel):
 
 class _Replicas(_Section):
     num_replicas: int = Field(default=1, ge=1)
-    autoscaling: dict[str, Any] | None = None
+    autoscaling: AutoscalingConfig | None = None
+    serve_autoscaling: dict[str, Any] | None = None
     num_cpus: float = Field(default=0.0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)
     drain_timeout_s: float = Field(default=10.0, ge=0)
@@ -148,7 +154,9 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
         parsed = _Args.model_validate({**sections, "engine": engine})
     except ValidationError as error:
         raise ConfigError(_describe(error)) from None
-    ingress = parsed.ingress
+    ingress, replicas = parsed.ingress, parsed.replicas
+    if replicas.autoscaling is not None and replicas.serve_autoscaling is not None:
+        raise ConfigError("replicas: give autoscaling or serve_autoscaling, not both")
     try:
         check_exporter(parsed.tracing)
     except ValueError as error:
@@ -158,8 +166,8 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
     admin_file = None if ingress.admin_keys_file is None else root / ingress.admin_keys_file
     return Settings(
         engine=parsed.engine,
-        replicas=ReplicaOptions(**parsed.replicas.model_dump()),
-        router=parsed.router,
+        replicas=ReplicaOptions(**dict(replicas)),
+        router=_router_config(parsed.router, replicas.autoscaling),
         ingress=IngressConfig(
             model_dir=str(source),
             model_id=parsed.served_model_name or source.name,
@@ -176,6 +184,13 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
         num_ingress_replicas=ingress.num_replicas,
         tracing=replace(parsed.tracing, directory=trace_directory),
     )
+
+
+def _router_config(router: RouterConfig, autoscaling: AutoscalingConfig | None) -> RouterConfig:
+    """Have requests wait for the first replica where there are times without one."""
+    if autoscaling is None or not autoscaling.can_reach_zero or router.replica_wait_s:
+        return router
+    return replace(router, replica_wait_s=WAIT_FOR_BOOT * autoscaling.boot_s)
 
 
 def pin_version(settings: Settings) -> Settings:

@@ -23,6 +23,7 @@ from ray.experimental.internal_kv import (
     _internal_kv_put,  # pyright: ignore[reportPrivateUsage]
 )
 
+from replicas.autoscaling_stats import RouterDemands, autoscaling_stats
 from replicas.config import EngineConfig, TracingConfig
 from replicas.engine.step_stats import StepStats
 from replicas.engine.step_trace import StepTrace
@@ -34,7 +35,7 @@ from replicas.errors import (
     EngineNotReady,
     ServingError,
 )
-from replicas.load_events import LoadEvents
+from replicas.load_events import LEASE_S, LoadEvents
 from replicas.request_trace import record_request
 from replicas.token_stream import TokenStream
 from replicas.tracing import start_tracing
@@ -45,6 +46,7 @@ from replicas.wire import (
     ModelInfo,
     ProfileResult,
     ReplicaLoad,
+    RouterDemand,
     SinkAddress,
     StepEvents,
     startup_key,
@@ -143,6 +145,7 @@ class EngineDeployment:
         self._loop = asyncio.get_running_loop()
         self._stream = TokenStream(self._replica_id, self._abort)
         self._events: LoadEvents | None = None
+        self._demands = RouterDemands(lease_s=2 * LEASE_S)
         self._metrics = EngineMetrics()
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="engine", instance=self._replica_id
@@ -214,10 +217,29 @@ class EngineDeployment:
                     end_ns=start_ns + round(duration_s * 1e9),
                 )
 
-    async def subscribe(self, address: SinkAddress) -> str:
-        """Push load to a router's event sink until it stops renewing; return the replica's id."""
+    async def subscribe(self, address: SinkAddress, demand: RouterDemand | None = None) -> str:
+        """Push load to a router's event sink until it stops renewing; return the replica's id.
+
+        Args:
+            address: of the router's event sink.
+            demand: what the router is asked for, to be passed on to the autoscaling policy.
+        """
+        if demand is not None:
+            self._demands.tell(address.sink_id, demand, self._loop.time())
         if self._events is not None:
             self._events.subscribe(address)
+        return self._replica_id
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Report to the autoscaling policy; Serve calls this where a deployment autoscales."""
+        load = ReplicaLoad() if self._engine is None else self._engine.load()
+        return dict(autoscaling_stats(load, self._demands.total(self._loop.time())))
+
+    async def wake(self) -> str:
+        """Return the replica's id.
+
+        A call that waits because there is no replica is what makes Serve start one.
+        """
         return self._replica_id
 
     async def drop_prefix_cache(self) -> str:

@@ -349,6 +349,38 @@ class ReplicaLoad:
     busy_s: float = 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterDemand:
+    """What a router is asked for, as the autoscaling policy sees it; counts since its start.
+
+    Attributes:
+        num_requests: that arrived, refused ones included; a migrated one counts once.
+        num_prompt_tokens: of those.
+        num_sent: requests that were given to a replica.
+        num_uncached_tokens: prompt tokens of those that the replica had to compute.
+        num_pairs: (token, position before it) pairs that they attend to.
+        num_ended: requests whose output is known.
+        num_output_tokens: of those.
+        num_queued: requests that wait in the router now.
+        num_queued_tokens: prompt tokens of those.
+        step_s, token_s, pair_s, context_s: fitted costs of a replica's steps, seconds.
+    """
+
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_sent: int = 0
+    num_uncached_tokens: int = 0
+    num_pairs: int = 0
+    num_ended: int = 0
+    num_output_tokens: int = 0
+    num_queued: int = 0
+    num_queued_tokens: int = 0
+    step_s: float = 0.0
+    token_s: float = 0.0
+    pair_s: float = 0.0
+    context_s: float = 0.0
+
+
 @dataclass(frozen=True, slots=True)
 class CacheChange:
     """What became of the pages of a replica's prefix cache since its last event.

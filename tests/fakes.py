@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import threading
@@ -10,7 +11,10 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import ray
 
 from replicas.config import EngineConfig
 from replicas.engine.step_stats import StepStats
@@ -26,6 +30,7 @@ from replicas.wire import (
     TokenDelta,
 )
 
+CHIP_VARIABLES = ("TPU_VISIBLE_CHIPS", "TPU_CHIPS_PER_HOST_BOUNDS", "TPU_HOST_BOUNDS")
 KILL_TOKEN = 666
 """A prompt that begins with it kills the replica's process when its fifth token is due."""
 
@@ -55,6 +60,8 @@ class FakeEngineOptions:
     kill_marker: str | None = None
     start_gate: str | None = None
     dies_at_step: int | None = None
+    report_dir: str | None = None
+    """Where each engine writes which TPU chips it may use."""
 
 
 @dataclass
@@ -66,8 +73,12 @@ class _FakeSequence:
     tokens: list[int] = field(default_factory=list)
 
     @property
+    def num_tokens(self) -> int:
+        return len(self.request.prompt_token_ids) + len(self.tokens)
+
+    @property
     def num_pages_16(self) -> int:
-        return (len(self.request.prompt_token_ids) + len(self.tokens)) // 16 + 1
+        return self.num_tokens // 16 + 1
 
 
 class FakeEngineLoop:
@@ -95,6 +106,8 @@ class FakeEngineLoop:
         self._num_steps = 0
         self._num_output_tokens = 0
         self._num_prompt_tokens = 0
+        self._num_prefill_tokens = 0
+        self._num_context_tokens = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -149,7 +162,9 @@ class FakeEngineLoop:
             while self._waiting and len(self._running) < self._options.num_slots:
                 sequence = self._waiting.popleft()
                 sequence.started_at = time.monotonic()
+                self._num_prefill_tokens += len(sequence.request.prompt_token_ids)
                 self._running.append(sequence)
+            self._num_context_tokens += sum(sequence.num_tokens for sequence in self._running)
             deltas = [self._advance(sequence) for sequence in self._running]
             ended = {delta.request_id for delta in deltas if delta.result is not None}
             self._running = [s for s in self._running if s.request.request_id not in ended]
@@ -245,7 +260,22 @@ class FakeEngineLoop:
             num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=self._num_output_tokens,
             step_s=self._options.step_s,
+            num_decodes=len(self._running),
+            num_decode_context_tokens=sum(sequence.num_tokens for sequence in self._running),
+            max_chunk_tokens=self._options.max_model_len,
+            num_computed_tokens=self._num_prefill_tokens + self._num_output_tokens,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_context_tokens=self._num_context_tokens,
+            busy_s=self._num_steps * self._options.step_s,
         )
+
+
+def write_chips(directory: Path) -> None:
+    """Note the chips that Ray gave this process, and the bounds that libtpu would go by."""
+    seen = {name: os.environ.get(name) for name in CHIP_VARIABLES}
+    node = ray.get_runtime_context().get_node_id()
+    text = json.dumps({"node": node, "pid": os.getpid(), **seen})
+    (directory / f"{os.getpid()}.json").write_text(text)
 
 
 @dataclass(frozen=True)
@@ -262,6 +292,8 @@ class StartFakeEngine:
         /,
     ) -> FakeEngineLoop:
         del config
+        if self.options.report_dir is not None:
+            write_chips(Path(self.options.report_dir))
         report_progress("load weights", 1, 2)
         while self.options.start_gate and not os.path.exists(self.options.start_gate):
             time.sleep(0.05)

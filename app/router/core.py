@@ -19,6 +19,7 @@ from app.router.batch_window import BatchWindow
 from app.router.breakers import CircuitBreakers
 from app.router.config import RouterConfig
 from app.router.cost import Answer, Policy, PredictedCost, Question, fits
+from app.router.demand import DemandMeter
 from app.router.events import (
     Action,
     Event,
@@ -37,6 +38,7 @@ from app.router.fleet import Bools, Fleet
 from app.router.prefix_index import PrefixIndex
 from app.router.replica_view import Booking, ReplicaView
 from replicas.errors import EngineDead, Overloaded
+from replicas.wire import RouterDemand
 
 TIE_SHARE = 0.02
 TIE_S = 1e-3
@@ -76,6 +78,7 @@ class RouterCore:
             wait_s=config.max_batch_wait_ms / 1e3, max_size=config.max_batch_size
         )
         self._drain_rate = DrainRate()
+        self._meter = DemandMeter()
         self._fleet = Fleet(max_waiting_per_replica=config.max_waiting_per_replica)
         self._index = PrefixIndex(max_keys=config.max_indexed_pages)
         self._device_index: PrefixIndex | None = None  # only where there is a tier behind it
@@ -128,6 +131,14 @@ class RouterCore:
         self._queue.max_tokens = config.max_queued_tokens
         self._fleet.set_max_waiting(config.max_waiting_per_replica)
 
+    def demand(self) -> RouterDemand:
+        """Return what has been asked for since the start, and what waits now."""
+        return self._meter.read(
+            self._fleet.model.costs,
+            num_queued=self.num_queued,
+            num_queued_tokens=self.num_queued_tokens,
+        )
+
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
         return min(self._queue.next_due(), self._window.next_due)
@@ -165,6 +176,8 @@ class RouterCore:
         assert request_id not in self._queue, request_id
         assert request_id not in self._sent, request_id
         config = self._config
+        if not event.excluded:
+            self._meter.arrived(event.num_prompt_tokens)
         is_new = not event.excluded and not any(True for _ in self._fleet.routable())
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
         assert self._hopes_until is not None
@@ -210,6 +223,7 @@ class RouterCore:
             if num_output_tokens is not None:
                 self._queue.refund(request, num_output_tokens)
                 self._close_breaker(view)
+                self._meter.ended(num_output_tokens)
             self._forget_if_done(view)
 
     def _introduce(self, event: ReplicaReported, now: float) -> None:
@@ -427,6 +441,7 @@ class RouterCore:
             num_pairs=(length - held) * (length + held) // 2,
         )
         view.book(request.request_id, booking, now)
+        self._meter.sent(booking)
         self._fleet.refresh(view)
         self._sent[request.request_id] = (request, view)
 

@@ -28,6 +28,8 @@ from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from app.autoscaling.config import AutoscalingConfig
+from app.autoscaling.schedule import reopens_at
 from app.errors import ConfigError
 from app.light_settings import LIGHT_ROUTER_SETTINGS, apply_light_settings
 from app.router.config import RouterConfig
@@ -115,6 +117,7 @@ class RouterDeployment:
         config: RouterConfig | None = None,
         *,
         tracing: TracingConfig | None = None,
+        autoscaling: AutoscalingConfig | None = None,
     ) -> None:
         """Begin to look for replicas.
 
@@ -122,9 +125,12 @@ class RouterDeployment:
             engine: handle of the engine deployment, whose request router is PinnedRequestRouter.
             config: limits; None takes the defaults.
             tracing: where the spans of requests go; None: nowhere.
+            autoscaling: tells when there may be no replica, and when one may be asked for.
         """
         context = serve.get_replica_context()
         self._app_name = context.app_name
+        self._autoscaling = autoscaling
+        self._asking: asyncio.Task[None] | None = None
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="router", instance=context.replica_id.unique_id
         )
@@ -172,6 +178,10 @@ class RouterDeployment:
         self, request: GenerateRequest, trace: RouterTrace | None
     ) -> GenerateResult | ServingError:
         """Try replicas until one has taken the request, or too many have refused it."""
+        if (reopens_in_s := self._shut_for_s()) is not None:
+            return EngineNotReady(
+                "the schedule has shut the service down", retry_after_s=reopens_in_s
+            )
         deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
         excluded = request.excluded_replicas
         request = dataclasses.replace(request, page_keys=self._hash_pages(request))
@@ -206,8 +216,10 @@ class RouterDeployment:
         core = self._core
         replicas = {replica_id: view.load for replica_id, view in core.routable.items()}
         startup = () if replicas else await asyncio.to_thread(_read_startup, self._app_name)
+        if self._events.model_info is None and self._may_be_empty():
+            self._ask_for_replica()  # only a replica can say what is served
         return ServiceStatus(
-            ready=bool(replicas),
+            ready=bool(replicas) or (self._may_be_empty() and self._events.model_info is not None),
             replicas=replicas,
             num_queued=core.num_queued,
             num_queued_tokens=core.num_queued_tokens,
@@ -364,10 +376,38 @@ class RouterDeployment:
         if tracing := getattr(self, "_tracing", None):
             tracing.shutdown()
 
+    def _may_be_empty(self) -> bool:
+        """Whether having no replica now is no fault: a request would wait for one to start."""
+        config = self._autoscaling
+        return config is not None and config.can_reach_zero and self._shut_for_s() is None
+
+    def _shut_for_s(self) -> float | None:
+        """Return for how long the schedule allows no replica; None while it allows some."""
+        config = self._autoscaling
+        if config is None or self._core.routable:
+            return None
+        now = time.time()
+        opens_at = reopens_at(config, now)
+        return None if opens_at is None else opens_at - now
+
+    def _ask_for_replica(self) -> None:
+        """Have a call wait for a replica: that is what makes Serve start one."""
+        if self._asking is None or self._asking.done():
+            self._asking = self._loop.create_task(self._wait_for_replica())
+
+    async def _wait_for_replica(self) -> None:
+        wake = self._engine.options(method_name="wake")
+        try:
+            await cast("DeploymentResponse[Any]", contextvars.Context().run(wake.remote))
+        except (RayActorError, RequestCancelledError, DeploymentUnavailableError) as error:
+            logger.debug("the replica that was asked for did not come: %r", error)
+
     async def _keep_ticking(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._feed(Ticked())
+            if self._core.num_queued and not self._core.routable and self._may_be_empty():
+                self._ask_for_replica()
             self._metrics.observe_core(self._core)
 
     async def _keep_subscribed(self) -> None:
@@ -376,7 +416,7 @@ class RouterDeployment:
         while True:
             with contextlib.suppress(DeploymentUnavailableError, TimeoutError):
                 renewal = self._engine.broadcast(  # pyright: ignore[reportUnknownMemberType]
-                    "subscribe", self._events.address
+                    "subscribe", self._events.address, self._core.demand()
                 )
                 # A hung replica must not delay the renewal of the others.
                 task = asyncio.ensure_future(

@@ -23,6 +23,7 @@ from app.router.events import (
     LoadChanged,
     ReplicaRemoved,
     ReplicaReported,
+    ReplicaSuspected,
     RequestArrived,
     RequestEnded,
     Resubscribe,
@@ -31,6 +32,7 @@ from app.router.events import (
 )
 from bench.router_sim.hardware import Hardware
 from bench.router_sim.replica import SimReplica, SimSequence
+from bench.router_sim.scaling import Fleet, Scaler
 from bench.router_sim.traces import SimRequest
 from replicas.errors import EngineDead
 
@@ -52,6 +54,7 @@ class Scenario:
         event_loss: share of events that are lost.
         deaths: (time, replica) when a replica dies; another starts at once.
         detect_s: until the routers know of a death.
+        scale_period_s: between two decisions of the scaler.
         seed: of delays, losses and ties.
     """
 
@@ -68,6 +71,7 @@ class Scenario:
     event_loss: float = 0.0
     deaths: tuple[tuple[float, int], ...] = ()
     detect_s: float = 0.07
+    scale_period_s: float = 2.0
     seed: int = 0
 
 
@@ -116,6 +120,8 @@ class Outcome:
         num_events: load and cache events that reached a router.
         num_preemptions: on all replicas.
         num_sent: requests that each replica was sent.
+        targets: (time, number of replicas ordered), at the start and at each change.
+        replica_s: seconds that replicas were paid for, from order to release.
         wall_s, cpu_s: what the run took here.
     """
 
@@ -124,6 +130,8 @@ class Outcome:
     num_events: int = 0
     num_preemptions: int = 0
     num_sent: dict[str, int] = field(default_factory=dict)
+    targets: list[tuple[float, int]] = field(default_factory=list)
+    replica_s: float = 0.0
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -131,15 +139,29 @@ class Outcome:
 class _Replica:
     """A replica and its event stream."""
 
-    __slots__ = ("engine", "is_alive", "is_due", "sent_at", "sequence", "wake_number")
+    __slots__ = (
+        "draining_since",
+        "engine",
+        "is_alive",
+        "is_due",
+        "sent_at",
+        "sequence",
+        "wake_number",
+    )
 
     def __init__(self, engine: SimReplica) -> None:
         self.engine = engine
         self.is_alive = True
+        self.draining_since = math.inf
         self.sequence = 0
         self.sent_at = -math.inf
         self.is_due = False
         self.wake_number = 0
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether it takes no more requests and leaves when it has none."""
+        return self.draining_since < math.inf
 
 
 class Simulation:
@@ -151,6 +173,7 @@ class Simulation:
         requests: Sequence[SimRequest],
         make_policy: Callable[[], Policy],
         config: RouterConfig | None = None,
+        scaler: Scaler | None = None,
     ) -> None:
         """Prepare.
 
@@ -159,6 +182,7 @@ class Simulation:
             requests: in order of arrival.
             make_policy: called for each router.
             config: limits of each router.
+            scaler: decides how many replicas there are; None: as many as at the start.
         """
         self._scenario = scenario
         self._rng = random.Random(scenario.seed)
@@ -179,17 +203,25 @@ class Simulation:
         self._open: dict[str, tuple[Record, RouterCore]] = {}
         self._names = itertools.count()
         self._now = 0.0
+        self._scaler = scaler
+        self._num_booting = 0
+        self._num_cancelled = 0
+        self._paid_since: dict[str, float] = {}
+        self._are_all_here = False
 
     def run(self) -> Outcome:
         """Run to the end of the last request."""
         wall, cpu = time.perf_counter(), time.process_time()
         scenario = self._scenario
         for _ in range(scenario.num_replicas):
-            self._start_replica()
+            self._start_replica(0.0)
         for at, number in scenario.deaths:
             self._at(at, self._die, f"replica-{number}")
         arrivals = iter(self._outcome.records)
         self._arrive_next(arrivals)
+        self._outcome.targets.append((0.0, scenario.num_replicas))
+        if self._scaler is not None:
+            self._at(0.0, self._scale, self._scaler)
         heap = self._heap
         while heap:
             self._now, _, call, arguments = heapq.heappop(heap)
@@ -198,6 +230,8 @@ class Simulation:
         for replica in self._replicas.values():
             replica.engine.pages.check()
             self._outcome.num_preemptions += replica.engine.num_preemptions
+        ends = self._now
+        self._outcome.replica_s += sum(ends - since for since in self._paid_since.values())
         self._outcome.wall_s = time.perf_counter() - wall
         self._outcome.cpu_s = time.process_time() - cpu
         return self._outcome
@@ -210,6 +244,7 @@ class Simulation:
 
     def _arrive_next(self, arrivals: Iterator[Record]) -> None:
         record = next(arrivals, None)
+        self._are_all_here = record is None
         if record is not None:
             self._at(record.request.arrived_at, self._arrive, record, arrivals)
 
@@ -325,7 +360,7 @@ class Simulation:
     def _publish(self, replica: _Replica) -> None:
         """Send a replica's event to all routers."""
         replica.is_due = False
-        if not replica.is_alive:
+        if not replica.is_alive or replica.is_draining:
             return
         engine, scenario = replica.engine, self._scenario
         engine.is_changed = False
@@ -341,7 +376,7 @@ class Simulation:
 
     def _report(self, replica_id: str, core: RouterCore) -> None:
         replica = self._replicas.get(replica_id)
-        if replica is None:
+        if replica is None or replica.is_draining:
             return
         # Changes not published yet are in the snapshot, and will come again: both are idempotent.
         stored, offloaded = replica.engine.pages.snapshot()
@@ -350,11 +385,73 @@ class Simulation:
         )
         self._at(self._now + self._scenario.event_delay_s, self._feed, core, event)
 
-    def _start_replica(self) -> None:
+    def _start_replica(self, ordered_at: float) -> None:
         name = f"replica-{next(self._names)}"
+        self._paid_since[name] = ordered_at
         self._replicas[name] = _Replica(SimReplica(name, self._scenario.hardware))
         for core in self._routers:
             self._feed(core, ReplicaReported(name, 0, self._replicas[name].engine.load()))
+
+    def _scale(self, scaler: Scaler) -> None:
+        """Ask for the number of replicas; order or release what differs."""
+        if self._are_all_here and not self._open:
+            return
+        serving = [r for r in self._replicas.values() if not r.is_draining]
+        target = len(serving) + self._num_booting
+        fleet = Fleet(
+            now=self._now,
+            target=target,
+            loads=[replica.engine.load() for replica in serving],
+            demands=[core.demand() for core in self._routers],
+            num_open=len(self._open),
+        )
+        wanted = max(1, scaler.decide(fleet))
+        if wanted != target:
+            self._outcome.targets.append((self._now, wanted))
+        for _ in range(target, wanted):
+            self._order()
+        for _ in range(wanted, target):
+            self._release(serving)
+        for replica in tuple(self._replicas.values()):
+            if replica.is_draining:
+                self._remove_if_idle(replica)
+        self._at(self._now + self._scenario.scale_period_s, self._scale, scaler)
+
+    def _order(self) -> None:
+        self._num_booting += 1
+        self._at(self._now + self._scenario.hardware.start_s, self._boot, self._now)
+
+    def _boot(self, ordered_at: float) -> None:
+        if self._num_cancelled:
+            self._num_cancelled -= 1
+            self._outcome.replica_s += self._now - ordered_at
+            return
+        self._num_booting -= 1
+        self._start_replica(ordered_at)
+
+    def _release(self, serving: list[_Replica]) -> None:
+        """Take back an order that is still booting, else drain the replica with least to do."""
+        if self._num_booting:
+            self._num_booting -= 1
+            self._num_cancelled += 1
+            return
+        replica = min(serving, key=lambda r: r.engine.load().num_running)
+        serving.remove(replica)
+        replica.draining_since = self._now
+        for core in self._routers:
+            self._feed(core, ReplicaSuspected(replica.engine.replica_id))
+
+    def _remove_if_idle(self, replica: _Replica) -> None:
+        load = replica.engine.load()
+        name = replica.engine.replica_id
+        is_sent_on = self._now < replica.draining_since + self._scenario.scale_period_s
+        if load.num_running or load.num_waiting or is_sent_on:
+            return
+        del self._replicas[name]
+        replica.is_alive = False
+        replica.engine.pages.check()
+        self._outcome.num_preemptions += replica.engine.num_preemptions
+        self._outcome.replica_s += self._now - self._paid_since.pop(name)
 
     def _die(self, replica_id: str) -> None:
         replica = self._replicas.pop(replica_id)
@@ -364,7 +461,9 @@ class Simulation:
             self._at(
                 self._now + self._scenario.detect_s, self._feed, core, ReplicaRemoved(replica_id)
             )
-        self._at(self._now + self._scenario.hardware.start_s, self._start_replica)
+        self._outcome.replica_s += self._now - self._paid_since.pop(replica_id)
+        start_s = self._scenario.hardware.start_s
+        self._at(self._now + start_s, self._start_replica, self._now)
 
 
 SIM_CONFIG = RouterConfig(max_queued_requests=1 << 20, max_queued_tokens=1 << 34)

@@ -17,8 +17,12 @@ from typing import Any
 
 import pytest
 import yaml
+from ray.autoscaler import tags
+
+from tests.watchdog import load_watchdog
 
 ROOT = Path(__file__).resolve().parents[2]
+spot_watchdog = load_watchdog()
 # Module name -> what Ray's provider takes from it at import or calls in these tests.
 GOOGLE_MODULES: dict[str, dict[str, Any]] = {
     "google_auth_httplib2": {"AuthorizedHttp": lambda credentials, http: http},
@@ -261,6 +265,31 @@ def test_the_request_for_a_tpu_vm_asks_for_no_external_address(
     assert body["networkConfig"]["enableExternalIps"] is False
     assert body["runtimeVersion"]
     assert ("acceleratorType" in body) != ("acceleratorConfig" in body)
+
+
+def test_a_spot_vm_that_ray_ordered_is_one_that_the_watchdog_replaces(
+    gcp: SimpleNamespace, raw: Config
+) -> None:
+    api = RecordingApi()
+    resource = gcp.node.GCPTPU(api, "project", "zone", raw["cluster_name"])
+    node_config = prepared(raw)["available_node_types"]["tpu_v6e_4"]["node_config"]
+    spot = node_config | {"schedulingConfig": {"spot": True}}
+    kind = {tags.TAG_RAY_NODE_KIND: tags.NODE_KIND_WORKER, tags.TAG_RAY_NODE_NAME: "ray-worker"}
+    resource.create_instance(spot, kind, wait_for_operation=False)
+    (body,) = api.bodies
+    assert body["schedulingConfig"] == {"spot": True}
+    node = body | {"name": "projects/p/locations/z/nodes/a", "state": "PREEMPTED"}
+    assert spot_watchdog.lost_workers([node], raw["cluster_name"]) == [node]
+    assert spot_watchdog.request_of(node) == body
+    created: list[str] = []
+    zone: Any = SimpleNamespace(
+        nodes=lambda: [node],
+        delete=lambda name, poll_s: None,
+        create=lambda body, node_id: created.append(node_id),
+    )
+    assert spot_watchdog.sweep(zone, raw["cluster_name"], recreate=True) == 1
+    (ordered,) = created
+    assert gcp.node.GCPNodeType.name_to_type(ordered) == gcp.node.GCPNodeType.TPU
 
 
 def test_ray_adds_no_external_address_to_the_head(gcp: SimpleNamespace, raw: Config) -> None:

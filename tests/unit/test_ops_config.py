@@ -12,12 +12,16 @@ import pytest
 import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from ray.serve.schema import ServeDeploySchema
 
+from app.autoscaling.config import AutoscalingConfig
+from app.autoscaling.serve_policy import serve_autoscaling
 from app.errors import ConfigError
 from app.settings import _Args, parse_settings  # pyright: ignore[reportPrivateUsage]
 
 ROOT = Path(__file__).resolve().parents[2]
 V6E = ROOT / "ops" / "serve_config.v6e.yaml"
+TWO_MODELS = ROOT / "ops" / "serve_config.two-models.yaml"
 DOCUMENT = ROOT / "docs" / "configuration.md"
 NO_DEFAULT = "required"
 
@@ -45,8 +49,6 @@ def v6e_args(v6e: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
 
 
 def test_ray_accepts_the_example(v6e: dict[str, Any]) -> None:
-    from ray.serve.schema import ServeDeploySchema
-
     schema = ServeDeploySchema.model_validate(v6e)
     (application,) = schema.applications
     assert application.import_path == "app.build:build"
@@ -66,10 +68,12 @@ def test_a_misspelt_key_in_the_example_would_be_refused(v6e_args: dict[str, Any]
 
 
 def test_serve_accepts_the_example_s_autoscaling(v6e_args: dict[str, Any]) -> None:
-    from ray.serve.config import AutoscalingConfig
-
-    autoscaling = AutoscalingConfig(**v6e_args["replicas"]["autoscaling"])
-    assert autoscaling.max_replicas == 4
+    settings = parse_settings(v6e_args)
+    config = settings.replicas.autoscaling
+    assert config is not None
+    serve = serve_autoscaling(config)
+    assert (serve.min_replicas, serve.max_replicas) == (1, 4)
+    assert not serve.policy.is_default_policy_function()
 
 
 def test_the_example_has_the_keys_of_the_default_configuration(v6e: dict[str, Any]) -> None:
@@ -103,6 +107,30 @@ def test_a_replica_of_the_example_brings_up_a_v6e_host_and_no_other(v6e: dict[st
     assert fitting == ["tpu_v6e_4"]
 
 
+def test_two_models_share_a_service(tmp_path: Path) -> None:
+    """Paths and names of their own, and chips that add up to whole hosts."""
+    config = yaml.safe_load(TWO_MODELS.read_text())
+    schema = ServeDeploySchema.model_validate(config)
+    assert len({application.route_prefix for application in schema.applications}) == 2
+    marks: dict[str, float] = {}
+    for application in config["applications"]:
+        args = application["args"]
+        model = tmp_path / application["name"]
+        model.mkdir()
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (model / name).touch()
+        keys = tmp_path / "api_keys"
+        keys.write_text("sha256:" + "0" * 64 + "\n")
+        args["model"], args["ingress"]["api_keys_file"] = str(model), str(keys)
+        settings = parse_settings(args)
+        assert settings.ingress.model_id == application["name"]
+        assert settings.replicas.resources["TPU"] == settings.engine.tensor_parallel
+        marks[application["name"]] = settings.replicas.resources["TPU-v6e-4-head"] * (
+            4 / settings.replicas.resources["TPU"]
+        )
+    assert marks == {"large": 1.0, "small": 1.0}
+
+
 def settings_of(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, default) of every setting below `schema`, a pydantic model or a dataclass."""
     fields: Mapping[str, tuple[Any, Any]]
@@ -129,6 +157,8 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield from settings_of(annotation, f"{key}.")
         elif key != "engine.model":  # given once, as `model`
             yield key, default
+        if annotation == AutoscalingConfig | None:
+            yield from settings_of(AutoscalingConfig, f"{key}.")
 
 
 def shown(default: Any) -> str:
@@ -137,6 +167,8 @@ def shown(default: Any) -> str:
         return NO_DEFAULT
     if default is None:
         return "null"
+    if default == ():
+        return "[]"
     if isinstance(default, bool):
         return str(default).lower()
     if isinstance(default, float) and default.is_integer():

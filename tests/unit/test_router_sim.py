@@ -7,12 +7,15 @@ import math
 
 import pytest
 
+from app.autoscaling.config import AutoscalingConfig
 from app.router.cost import PredictedCost
+from bench.autoscaling import SLOW, surge, warp
 from bench.router_sim.experiment import Experiment, capacity, repeat
 from bench.router_sim.hardware import HBM_ONLY, HOST_TIER, Hardware
 from bench.router_sim.page_cache import PageCache
 from bench.router_sim.policies import POLICIES, LeastTokens, LongestPrefix, RoundRobin
 from bench.router_sim.replica import SimReplica, SimSequence
+from bench.router_sim.scaling import Fixed, Fleet, Ours
 from bench.router_sim.simulation import Outcome, Scenario, Simulation
 from bench.router_sim.traces import PAGE_SIZE, SimRequest, load, replay
 
@@ -203,3 +206,57 @@ def test_round_robin_takes_turns() -> None:
 def test_policies_are_the_cores_own_or_the_fields() -> None:
     assert POLICIES["ours"] is PredictedCost
     assert POLICIES["least-tokens"] is LeastTokens
+
+
+class Script:
+    """Wants what a script says: (time, replicas), by time."""
+
+    def __init__(self, *steps: tuple[float, int]) -> None:
+        self._steps = steps
+        self.seen: list[Fleet] = []
+
+    def decide(self, fleet: Fleet) -> int:
+        self.seen.append(fleet)
+        return [count for at, count in self._steps if at <= fleet.now][-1]
+
+
+def test_replicas_come_late_go_when_idle_and_are_paid_from_order_to_release() -> None:
+    hardware = dataclasses.replace(HBM_ONLY, start_s=20.0)
+    requests = replay("azure-conv", rate=2.0, num_requests=200, seed=1)
+    script = Script((0.0, 1), (30.0, 3), (60.0, 2))
+    scenario = Scenario(num_replicas=1, hardware=hardware)
+    outcome = Simulation(scenario, requests, PredictedCost, scaler=script).run()
+    assert all(record.ended_at < math.inf for record in outcome.records)
+    assert outcome.targets == [(0.0, 1), (30.0, 3), (60.0, 2)]
+    serving = {fleet.now: len(fleet.loads) for fleet in script.seen}
+    assert (serving[48.0], serving[52.0], serving[60.0], serving[62.0]) == (1, 3, 3, 2)
+    end = max(record.ended_at for record in outcome.records)
+    at_least = end + (end - 30) + 30
+    assert at_least <= outcome.replica_s <= at_least + 30
+
+
+def test_an_order_that_is_taken_back_is_paid_and_never_serves() -> None:
+    hardware = dataclasses.replace(HBM_ONLY, start_s=20.0)
+    requests = replay("azure-conv", rate=2.0, num_requests=100, seed=1)
+    script = Script((0.0, 2), (10.0, 3), (14.0, 2))
+    scenario = Scenario(num_replicas=2, hardware=hardware)
+    outcome = Simulation(scenario, requests, PredictedCost, scaler=script).run()
+    assert {len(fleet.loads) for fleet in script.seen} == {2}
+    end = max(record.ended_at for record in outcome.records)
+    assert outcome.replica_s == pytest.approx(2 * end + 20, abs=5)
+
+
+def test_the_policy_beats_one_replica_and_a_warped_trace_keeps_its_length() -> None:
+    hardware = dataclasses.replace(SLOW, start_s=30.0)
+    plain = replay("azure-conv", rate=5.0, num_requests=1200, seed=2)
+    requests = warp(plain, surge)
+    assert requests[-1].arrived_at == pytest.approx(plain[-1].arrived_at)
+    assert [r.request_id for r in requests] == [r.request_id for r in plain]
+    config = AutoscalingConfig(max_replicas=6, ttft_target_s=5.0, boot_s=30.0)
+
+    def goodput(scaler: Fixed | Ours) -> float:
+        scenario = Scenario(num_replicas=1, hardware=hardware)
+        outcome = Simulation(scenario, requests, PredictedCost, scaler=scaler).run()
+        return sum(record.meets(5.0, 0.1) for record in outcome.records) / len(requests)
+
+    assert goodput(Ours(config)) > goodput(Fixed(1)) + 0.2

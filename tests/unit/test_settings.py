@@ -12,6 +12,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from app.auth import hash_key
+from app.autoscaling.config import AutoscalingConfig
 from app.build import build
 from app.errors import ConfigError
 from app.settings import parse_settings
@@ -46,7 +47,7 @@ def test_every_section_reaches_its_part(root: Path) -> None:
         args(
             served_model_name="name",
             engine={"page_size": 32, "dtype": "float32", "program_store": "programs"},
-            replicas={"resources": {"TPU": 4}, "autoscaling": {"min_replicas": 1}},
+            replicas={"resources": {"TPU": 4}, "autoscaling": {"max_replicas": 3}},
             router={"max_queued_requests": 5},
             ingress={"num_replicas": 2, "api_keys_file": "keys", "keep_alive_s": 1},
             tracing={"exporter": "file", "directory": "traces", "sample_ratio": 0.5},
@@ -56,7 +57,7 @@ def test_every_section_reaches_its_part(root: Path) -> None:
     assert (settings.engine.page_size, settings.engine.dtype) == (32, "float32")
     assert settings.engine.program_store == str(root / "programs")
     assert settings.replicas.resources == {"TPU": 4}
-    assert settings.replicas.autoscaling == {"min_replicas": 1}
+    assert settings.replicas.autoscaling == AutoscalingConfig(max_replicas=3)
     assert settings.router.max_queued_requests == 5
     assert settings.num_ingress_replicas == 2
     assert (settings.tracing.exporter, settings.tracing.sample_ratio) == ("file", 0.5)
@@ -160,3 +161,42 @@ def test_styles_of_messages_are_told_by_the_template_unless_set(root: Path) -> N
     assert (ingress.tool_call_style, ingress.reasoning_style) == ("llama3", "none")
     with pytest.raises(ConfigError, match=r"ingress\.tool_call_style"):
         parse_settings(args(ingress={"tool_call_style": "pythonic"}), root=root)
+
+
+NIGHTS = {"start": "20:00", "end": "06:00", "days": ["mon", "fri"], "max_replicas": 0}
+
+
+def test_requests_wait_for_the_first_replica_where_there_may_be_none(root: Path) -> None:
+    def wait_s(autoscaling: dict[str, object], **router: float) -> float:
+        given = args(replicas={"autoscaling": autoscaling}, router=router)
+        return parse_settings(given, root=root).router.replica_wait_s
+
+    assert wait_s({"min_replicas": 1}) == 0
+    assert wait_s({"min_replicas": 0, "boot_s": 100}) == 150
+    assert wait_s({"schedule": [NIGHTS], "boot_s": 100}) == 150
+    assert wait_s({"min_replicas": 0}, replica_wait_s=20) == 20
+
+
+@pytest.mark.parametrize(
+    ("autoscaling", "message"),
+    [
+        ({"max_replica": 3}, "there is no such setting"),
+        ({"min_replicas": 3}, "need 0 <= min_replicas <= max_replicas"),
+        ({"tpot_target_s": 0}, "tpot_target_s must be > 0"),
+        ({"timezone": "Mars/Olympus"}, "not an IANA name"),
+        ({"schedule": [NIGHTS | {"start": "8pm"}]}, 'a time of day is "HH:MM"'),
+        ({"schedule": [NIGHTS | {"days": ["monday"]}]}, "days must be of mon, tue"),
+        ({"schedule": [NIGHTS | {"min_replicas": 2, "max_replicas": None}]}, "exceeds max"),
+    ],
+)
+def test_autoscaling_that_cannot_work_is_refused(
+    root: Path, autoscaling: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_settings(args(replicas={"autoscaling": autoscaling}), root=root)
+
+
+def test_one_autoscaler_at_a_time(root: Path) -> None:
+    both = {"autoscaling": {}, "serve_autoscaling": {"max_replicas": 2}}
+    with pytest.raises(ConfigError, match="not both"):
+        parse_settings(args(replicas=both), root=root)

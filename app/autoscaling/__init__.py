@@ -1,0 +1,1 @@
+"""How many replicas there should be: a pure policy, and what hooks it into Ray Serve."""
