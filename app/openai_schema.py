@@ -35,6 +35,7 @@ from app.tool_calls.schema import (
     check_names,
     check_tool_choice,
     check_tools,
+    parse_tool_choice,
 )
 from replicas.errors import InvalidRequest
 from replicas.wire import (
@@ -387,6 +388,11 @@ class ChatRequest(GuidedParams, GenerationParams):
     @classmethod
     def _tools(cls, value: object) -> tuple[object, ...]:
         return check_tools(value)
+
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=ToolChoice)
+    @classmethod
+    def _tool_choice(cls, value: object) -> ToolChoice:
+        return parse_tool_choice(value)
 
     @property
     def max_output_tokens(self) -> int | None:

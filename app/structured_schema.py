@@ -7,7 +7,7 @@ it can take; whether its grammar is a good one is found out later.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import orjson
@@ -37,9 +37,11 @@ class NamedSchema(_Schema):
     json_schema: dict[str, Any] | bool | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
-    @field_validator("json_schema")
+    @field_validator("json_schema", mode="plain", json_schema_input_type=dict[str, Any] | bool)
     @classmethod
-    def _check(cls, value: dict[str, Any] | bool | None) -> dict[str, Any] | bool | None:
+    def _check(cls, value: object) -> dict[str, Any] | bool:
+        if not is_object(value) and not isinstance(value, bool):
+            raise ValueError("must be a JSON schema: an object, or true or false")
         return check_schema(value)
 
 
@@ -56,14 +58,15 @@ class TagSchema(_Schema):
         return check_schema(value)
 
 
+Trigger = Annotated[str, Field(min_length=1, max_length=1_000)]
+
+
 class StructuralTags(_Schema):
     """Free text in which each trigger begins a tag."""
 
     type: Literal["structural_tag"] = "structural_tag"
     structures: tuple[TagSchema, ...] = Field(min_length=1, max_length=MAX_TAGS)
-    triggers: tuple[Annotated[str, Field(min_length=1, max_length=1_000)], ...] = Field(
-        min_length=1, max_length=MAX_TAGS
-    )
+    triggers: tuple[Trigger, ...] = Field(min_length=1, max_length=MAX_TAGS)
 
     @field_validator("structures", "triggers", mode="before")
     @classmethod
@@ -72,55 +75,42 @@ class StructuralTags(_Schema):
 
     @model_validator(mode="after")
     def _have_triggers(self) -> StructuralTags:
-        for tag in self.structures:
-            if not any(tag.begin.startswith(trigger) for trigger in self.triggers):
-                raise ValueError(f"no trigger begins the tag {tag.begin[:40]!r}")
+        _as_tags(self.structures, self.triggers)
         return self
 
     def constraint(self) -> Tags:
         """The same for the grammar."""
-        longest_first = sorted(self.triggers, key=len, reverse=True)
-        return Tags(
-            tuple(
-                Tag(
-                    trigger=next(t for t in longest_first if tag.begin.startswith(t)),
-                    begin=tag.begin,
-                    schema=tag.json_schema,
-                    end=tag.end,
-                )
-                for tag in self.structures
-            )
-        )
+        return _as_tags(self.structures, self.triggers)
 
 
 class ResponseFormat(_Schema):
-    """`response_format`."""
+    """`response_format`; its type "structural_tag" is vLLM's."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: NamedSchema | None = None
-    structures: Any = None
-    triggers: Any = None
-    tags: StructuralTags | None = Field(default=None, exclude=True)
+    structures: tuple[TagSchema, ...] = Field(default=(), max_length=MAX_TAGS)
+    triggers: tuple[Trigger, ...] = Field(default=(), max_length=MAX_TAGS)
 
-    @model_validator(mode="before")
+    @field_validator("structures", "triggers", mode="before")
     @classmethod
-    def _tags(cls, value: object) -> object:
-        if not is_object(value) or value.get("type") != "structural_tag":
-            return value
-        return {"type": "structural_tag", "tags": value}
+    def _lists(cls, value: object) -> object:
+        return tuple(value) if is_list(value) else value
 
     @model_validator(mode="after")
     def _agrees(self) -> ResponseFormat:
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise ValueError("'json_schema' belongs to type 'json_schema', which needs it")
-        if self.structures is not None or self.triggers is not None:
-            raise ValueError("'structures' and 'triggers' belong to type 'structural_tag'")
+        if bool(self.structures and self.triggers) != (self.type == "structural_tag"):
+            raise ValueError(
+                "'structures' and 'triggers' belong to type 'structural_tag', which needs them"
+            )
+        _as_tags(self.structures, self.triggers)
         return self
 
     def constraint(self) -> Constraint | None:
         """What it demands, or None."""
-        if self.tags is not None:
-            return self.tags.constraint()
+        if self.structures:
+            return _as_tags(self.structures, self.triggers)
         if self.type == "json_object":
             return JsonSchema(_ANY_OBJECT)
         if self.json_schema is not None:
@@ -244,6 +234,21 @@ def check_schema[T](value: T) -> T:
     if is_deeper(value, MAX_SCHEMA_DEPTH):
         raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
     return value
+
+
+def _as_tags(structures: Sequence[TagSchema], triggers: Sequence[str]) -> Tags:
+    """Find the trigger of each tag, the longest that begins it.
+
+    Raises:
+        ValueError: none does.
+    """
+    tags: list[Tag] = []
+    for tag in structures:
+        trigger = max((t for t in triggers if tag.begin.startswith(t)), key=len, default=None)
+        if trigger is None:
+            raise ValueError(f"no trigger begins the tag {tag.begin[:40]!r}")
+        tags.append(Tag(trigger, tag.begin, tag.json_schema, tag.end))
+    return Tags(tuple(tags))
 
 
 def _as_object(schema: Mapping[str, Any] | bool | None) -> Mapping[str, Any]:

@@ -147,6 +147,24 @@ def check_names(tools: Iterable[Tool]) -> None:
         names.add(tool.function.name)
 
 
+def parse_tool_choice(value: object) -> ToolChoice:
+    """Read the `tool_choice` of a request.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match value:
+        case "none" | "auto" | "required":
+            return value
+        case {"type": "function", "function": {"name": str(name)}} if is_object(value):
+            if len(value) == 2 and len(value["function"]) == 1:
+                return NamedTool(type="function", function=NamedFunction(name=name))
+    raise ValueError(
+        "must be 'none', 'auto', 'required', or an object with type 'function' and a function's "
+        "name"
+    )
+
+
 def check_tool_choice(choice: ToolChoice, tools: Iterable[Tool]) -> None:
     """Check that a demanded call is one of the tools on offer.
 
