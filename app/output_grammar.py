@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from app.json_types import is_object
+
 _ANY_TEXT: Final = r"/(.|\n)*/"
 # Without a bound, a model that is at a loss goes on with blanks until its tokens are spent.
 _JSON_OPTIONS: Final = {"whitespace_pattern": r"[ \t\r\n]{0,32}"}
@@ -160,7 +162,8 @@ class _Writer:
 
     def json(self, schema: Mapping[str, Any]) -> str:
         """A JSON value, as an expression."""
-        options = {**schema.get("x-guidance", {}), **_JSON_OPTIONS}
+        given = schema.get("x-guidance", {})
+        options = {**given, **_JSON_OPTIONS} if is_object(given) else given
         return self.part(json_schema={**schema, "x-guidance": options})
 
     def finish(self, start: str) -> str:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from openai.types.chat import ChatCompletion
 
 from app.grammar_checker import MAX_GRAMMAR_CHARS, GrammarChecker
 from replicas.errors import InvalidRequest
-from replicas.grammar import Vocabulary
-from replicas.wire import SamplingParams
-from tests.fake_client import EOS
+from tests.grammar_follower import Follower
 from tests.http_server import MakeServer, Server, body, chat_body
 
 SCHEMA = {
@@ -49,35 +45,13 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-class Follower:
-    """A model that writes whatever its grammar allows."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-
-    def __call__(self, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
-        del prompt
-        rng = np.random.default_rng(sampling.seed % 1000)
-        matcher = self._vocabulary.matcher(sampling.grammar)
-        words = np.zeros(self._vocabulary.num_words, np.int32)
-        token_ids: list[int] = []
-        while not matcher.is_complete and EOS not in token_ids:
-            matcher.fill_mask(words)
-            bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-            token_ids.append(int(rng.choice(np.flatnonzero(bits))))
-            assert matcher.consume(token_ids[-1])
-        return [*token_ids, EOS]
-
-
 @pytest.fixture
 def server(make_server: MakeServer) -> Server:
     server = make_server(takes_grammars=True, max_model_len=400)
     info = server.fake.state.model_info
     assert info is not None
     text = server.tokenizer._tokenizer.to_str()
-    server.fake.script = Follower(
-        Vocabulary(text, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-    )
+    server.fake.script = Follower(text, info)
     return server
 
 
