@@ -124,15 +124,23 @@ ENDPOINTS = (
 _TOOL_NOTES = (
     "- `tools` need a model whose chat template takes them and whose way of writing calls is known",
     "  (`ingress.tool_call_style` in configuration.md); others refuse them. With `tool_choice`",
-    "  `none` the model is not told of them. `required`, a named function and `strict` are",
-    "  refused: nothing forces the model's hand yet.",
+    "  `none` the model is not told of them; `required` and a named function leave it no choice.",
     "- A tool call is sent when it is complete, in one chunk: it names one of the request's",
-    "  functions and its `arguments` are a JSON object, not checked against the function's schema.",
+    "  functions and its `arguments` are a JSON object. They follow the function's schema where",
+    "  the call is demanded, or the function `strict`; else they are not checked against it.",
     "  What the model writes as a call and is none, or is cut off, comes back as `content`.",
     "- `parallel_tool_calls: false` ends the answer with its first call.",
     "- Reasoning comes in `reasoning_content`, in messages and in deltas, and is counted in",
     "  `usage.completion_tokens_details`; `include_reasoning: false` leaves it out. Messages may",
     "  pass it back as `reasoning_content` or `reasoning`. Whitespace by a marker goes with it.",
+)
+
+_STRUCTURE_NOTES = (
+    "- `response_format`, `structured_outputs` and the `guided_*` parameters say what the answer",
+    "  must look like; a request has one of them (structured-output.md). The form always holds:",
+    "  JSON schemas are enforced whether `strict` or not, and other parameters give way to it.",
+    "- A form that is malformed, or takes too much time to compile, is refused with 400 and the",
+    "  reason.",
 )
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -224,6 +232,7 @@ def _lines() -> Iterator[str]:
     yield "  those of the model's generation_config.json; `/v1/models` shows them."
     yield "- A request for logprobs of its prompt computes the prompt anew: nothing of it comes"
     yield "  from the prefix cache (of `/v1/score` the prompt does, the continuations do not)."
+    yield from _STRUCTURE_NOTES
     yield from _TOOL_NOTES
     yield "- In `/v1/messages` an assistant's last turn is continued; a block's `cache_control` is"
     yield "  a hint: every prefix is cached."

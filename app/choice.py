@@ -209,7 +209,7 @@ class Choice:
             if self._matcher.matched is not None:
                 reason = FinishReason.STOP
         self.num_tokens += len(token_ids)
-        self.finish_reason = "stop" if reason is FinishReason.STOP else "length"
+        self.finish_reason = "length" if reason is FinishReason.LENGTH else "stop"
         return text, token_ids
 
     def _feed_until_stop_string(

@@ -13,11 +13,13 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from app.choice import Choice, Piece
 from app.generation import Generation
 from app.generation_config import SamplingDefaults
+from app.grammar_checker import GrammarChecker
 from app.ingress_config import IngressConfig
 from app.logprobs import TokenNames
 from app.metrics import IngressMetrics
@@ -28,8 +30,11 @@ from app.openai_schema import (
     GenerationParams,
     parse_request,
 )
+from app.output_grammar import NO_FRAME, Constraint, Frame, write_grammar
+from app.structured_schema import Demand
 from app.token_client import TokenClient
 from app.tokenizer import Tokenizer
+from app.tool_calls.guided import guided_calls, message_frame
 from app.tool_calls.reader import MessageFormat, MessageReader
 from replicas.errors import (
     ContextLengthExceeded,
@@ -67,6 +72,7 @@ class CompletionService:
         self._config = config
         self._metrics = metrics
         self._model_info: ModelInfo | None = None
+        self._grammars = GrammarChecker(Path(config.model_dir))
         template = tokenizer.chat_template
         self._format = MessageFormat.resolve(
             "" if template is None else template.source,
@@ -85,6 +91,8 @@ class CompletionService:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STATUS_TIMEOUT_S):
                     self._model_info = (await self._client.status()).model_info
+            if self._model_info is not None and self._model_info.takes_grammars:
+                self._grammars.start(self._model_info)
         if self._model_info is None:
             raise EngineNotReady(
                 "the model is still loading; /ready tells when it can answer", retry_after_s=5
@@ -107,7 +115,11 @@ class CompletionService:
             _output_limit(len(prompt), max(1, request.max_tokens), info, is_explicit=is_explicit)
             for prompt in prompts
         ]
-        generation = self._generation("cmpl", request, prompts, limits, info, arrived_s)
+        demand = request.demand()
+        grammar = "" if demand is None else await self._grammar(*demand, info)
+        generation = self._generation(
+            "cmpl", request, prompts, limits, info, arrived_s, grammar=grammar
+        )
         if request.echo:
             generation.echoes = [
                 self._tokenizer.decode(prompt, skip_special_tokens=request.skip_special_tokens)
@@ -144,9 +156,67 @@ class CompletionService:
                 shows_reasoning=request.include_reasoning,
             )
 
+        grammar = await self._chat_grammar(request, info, is_inside_thought=is_inside_thought)
         return self._generation(
-            "chatcmpl", request, [prompt], [limit], info, arrived_s, new_reader=new_reader
+            "chatcmpl",
+            request,
+            [prompt],
+            [limit],
+            info,
+            arrived_s,
+            new_reader=new_reader,
+            grammar=grammar,
         )
+
+    async def _chat_grammar(
+        self, request: ChatRequest, info: ModelInfo, *, is_inside_thought: bool
+    ) -> str:
+        """The grammar of an answer: of its calls, if they are demanded, else of its content."""
+        demand, form = request.demand(), self._format
+        template = self._tokenizer.chat_template
+        calls = guided_calls(
+            request.offered_tools,
+            request.tool_choice,
+            style=form.calls,
+            template="" if template is None else template.source,
+            is_single=not request.parallel_tool_calls,
+        )
+        if calls is not None and demand is None:
+            demand = Demand("tools", calls)
+        elif calls is not None:
+            raise InvalidRequest(
+                f"{demand.param!r} cannot be used together with a demanded call or 'strict' tools",
+                param=demand.param,
+            )
+        if demand is None:
+            return ""
+        frame = message_frame(
+            form.reasoning, is_inside_thought=is_inside_thought, is_call=calls is not None
+        )
+        return await self._grammar(*demand, info, frame=frame)
+
+    async def _grammar(
+        self, param: str, constraint: Constraint, info: ModelInfo, *, frame: Frame = NO_FRAME
+    ) -> str:
+        """Write a grammar and have it checked.
+
+        Raises:
+            InvalidRequest: it cannot be used; `param` is named.
+        """
+        if not info.takes_grammars:
+            raise InvalidRequest(
+                f"'{param}' cannot be used: structured output is off on this server "
+                "(engine.structured_output), or does not know the model's tokenizer",
+                param=param,
+            )
+        special = await self._grammars.special_tokens(info)
+        grammar = write_grammar(constraint, frame=frame, special=special)
+        await self._grammars.check(grammar, info, param=param)
+        return grammar
+
+    async def close(self) -> None:
+        """End the process that checks grammars."""
+        await self._grammars.close()
 
     async def render_chat(self, request: ChatRequest, info: ModelInfo) -> tuple[str, Sequence[int]]:
         """Turn a chat into its prompt: as text, and as tokens.
@@ -411,6 +481,7 @@ class CompletionService:
         arrived_s: float,
         *,
         new_reader: Callable[[], MessageReader | None] = lambda: None,
+        grammar: str = "",
     ) -> Generation:
         response_id = f"{kind}-{uuid.uuid4().hex}"
         seed = secrets.randbits(64) if request.seed is None else request.seed
@@ -432,6 +503,7 @@ class CompletionService:
                     choice=i,
                     defaults=self.defaults,
                     bad_words=bad_words,
+                    grammar=grammar,
                 ),
                 detokenizer=(
                     self._tokenizer if reader is None else self._message_tokenizer

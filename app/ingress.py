@@ -145,6 +145,8 @@ class Ingress:
         """Close the token sink; Serve awaits this when the replica has drained."""
         if tracing := getattr(self, "_tracing", None):
             await asyncio.to_thread(tracing.shutdown)
+        if service := getattr(self, "_service", None):
+            await service.close()
         if client := getattr(self, "_client", None):
             await client.close()
 

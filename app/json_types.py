@@ -18,3 +18,19 @@ def is_object(value: object) -> TypeGuard[dict[str, Any]]:
 def is_token_ids(value: object) -> TypeGuard[list[int]]:
     """Whether a value is an array of integers >= 0 (`true` is not one)."""
     return is_list(value) and all(type(i) is int and i >= 0 for i in value)
+
+
+def is_deeper(value: object, limit: int) -> bool:
+    """Whether containers are nested deeper than `limit`. Breadth first: no recursion."""
+    level: list[object] = [value]
+    for _ in range(limit + 1):
+        inner: list[object] = []
+        for item in level:
+            if is_object(item):
+                inner += item.values()
+            elif is_list(item):
+                inner += item
+        if not inner:
+            return False
+        level = inner
+    return True

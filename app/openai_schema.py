@@ -26,13 +26,16 @@ from app.errors import InvalidJSON, MissingParameter, UnknownParameter, Unsuppor
 from app.generation_config import SamplingDefaults
 from app.json_types import is_list, is_object, is_token_ids
 from app.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, drop_without_effect
+from app.structured_schema import GuidedParams
 from app.tool_calls.schema import (
     MAX_CALLS,
     PastCall,
     Tool,
+    ToolChoice,
     check_names,
     check_tool_choice,
     check_tools,
+    parse_tool_choice,
 )
 from replicas.errors import InvalidRequest
 from replicas.wire import (
@@ -177,6 +180,7 @@ class GenerationParams(_Schema):
         choice: int,
         defaults: SamplingDefaults,
         bad_words: tuple[TokenIds, ...],
+        grammar: str = "",
     ) -> SamplingParams:
         """Return the sampling parameters of one choice.
 
@@ -186,6 +190,7 @@ class GenerationParams(_Schema):
             choice: index among the n choices of one prompt.
             defaults: of what the request leaves out.
             bad_words: the tokens of `bad_words`.
+            grammar: that the output follows; empty: none.
         """
 
         def chosen[T: (int, float)](value: T | None, default: T) -> T:
@@ -209,6 +214,7 @@ class GenerationParams(_Schema):
             ignore_eos=self.ignore_eos,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.wanted_prompt_logprobs,
+            grammar=grammar,
         )
 
     @property
@@ -217,7 +223,7 @@ class GenerationParams(_Schema):
         return self.prompt_logprobs
 
 
-class CompletionRequest(GenerationParams):
+class CompletionRequest(GuidedParams, GenerationParams):
     """Body of POST /v1/completions."""
 
     # A str, or token ids; one entry per prompt.
@@ -334,7 +340,7 @@ class ChatMessage(_Schema):
         return tuple(value)
 
 
-class ChatRequest(GenerationParams):
+class ChatRequest(GuidedParams, GenerationParams):
     """Body of POST /v1/chat/completions."""
 
     messages: tuple[ChatMessage, ...] = Field(min_length=1)
@@ -348,7 +354,7 @@ class ChatRequest(GenerationParams):
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)
     tools: tuple[Tool, ...] = ()
-    tool_choice: Literal["none", "auto"] = "auto"
+    tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
@@ -370,6 +376,7 @@ class ChatRequest(GenerationParams):
         if reserved := {"messages", "tools", "documents"} & self.chat_template_kwargs.keys():
             raise ValueError(f"chat_template_kwargs: '{min(reserved)}' cannot be set there")
         check_names(self.tools)
+        check_tool_choice(self.tool_choice, self.tools)
         return self
 
     @property
@@ -382,10 +389,10 @@ class ChatRequest(GenerationParams):
     def _tools(cls, value: object) -> tuple[object, ...]:
         return check_tools(value)
 
-    @field_validator("tool_choice", mode="before", json_schema_input_type=Literal["none", "auto"])
+    @field_validator("tool_choice", mode="plain", json_schema_input_type=ToolChoice)
     @classmethod
-    def _tool_choice(cls, value: object) -> object:
-        return check_tool_choice(value)
+    def _tool_choice(cls, value: object) -> ToolChoice:
+        return parse_tool_choice(value)
 
     @property
     def max_output_tokens(self) -> int | None:

@@ -18,29 +18,25 @@ _SHARED: Final[Mapping[str, tuple[object, ...]]] = {
     "use_beam_search": (False,),
     "spaces_between_special_tokens": (True,),
     "logits_processors": ([],),
-    "structured_outputs": (),
     "priority": (0,),
     "request_id": (),
     "thinking_token_budget": (),
     "kv_transfer_params": (),
     "vllm_xargs": ({},),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    "guided_decoding_backend": ("auto", "guidance"),
+    "guided_json_object": (False,),
+    "guided_whitespace_pattern": (),
 }
 
 COMPLETION_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
     **_SHARED,
     "best_of": (1,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
     "prompt_embeds": (),
 }
 
 CHAT_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
     **_SHARED,
-    "response_format": ({"type": "text"},),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),

@@ -322,6 +322,8 @@ class EngineConfig:
         num_speculative_tokens: most guesses for a sequence in one step, in [1, 7].
         prompt_lookup_min: shortest run of latest tokens that must occur earlier, >= 1.
         prompt_lookup_max: longest run that is compared, at most 8; the longer, the better a guess.
+        structured_output: outputs can be made to follow a grammar, if the model directory has a
+            tokenizer.json. A row of logits per slot is then kept on the device.
         tensor_parallel: devices that one model is sharded over.
         program_store: directory of compiled programs, or None to compile at every start.
         profile_directory: where the profiler's traces are written, on the replica's node.
@@ -352,6 +354,7 @@ class EngineConfig:
     num_speculative_tokens: int = 7
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    structured_output: bool = True
     tensor_parallel: int = 1
     program_store: str | None = None
     profile_directory: str = DEFAULT_PROFILE_DIRECTORY

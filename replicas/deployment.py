@@ -35,6 +35,7 @@ from replicas.errors import (
     EngineNotReady,
     ServingError,
 )
+from replicas.grammar import Matcher
 from replicas.load_events import LEASE_S, LoadEvents
 from replicas.request_trace import record_request
 from replicas.token_stream import TokenStream
@@ -70,7 +71,11 @@ class RunningEngine(Protocol):
         """What it serves."""
         ...
 
-    def submit(self, request: GenerateRequest) -> None:
+    def make_matcher(self, request: GenerateRequest) -> Matcher | None:
+        """Compile a request's grammar; thread-safe, may take long; raises a RequestError."""
+        ...
+
+    def submit(self, request: GenerateRequest, matcher: Matcher | None = None, /) -> None:
         """Take a request; thread-safe; raises a RequestError for what can never run."""
         ...
 
@@ -183,8 +188,11 @@ class EngineDeployment:
         answer: GenerateResult | ServingError | None = None
         ending = "cancelled"
         try:
-            engine.submit(request)
             async with asyncio.timeout(request.timeout_s):
+                if request.sampling.grammar:
+                    engine.submit(request, await asyncio.to_thread(engine.make_matcher, request))
+                else:
+                    engine.submit(request)
                 answer = await outcome
             is_over = True
             ending = "error" if isinstance(answer, ServingError) else answer.finish_reason.value

@@ -29,6 +29,8 @@ class FinishReason(enum.StrEnum):
     """Why a request ended. Errors are raised, never a finish reason."""
 
     STOP = "stop"
+    COMPLETE = "complete"
+    """The grammar lets nothing follow; the last token is part of the text."""
     LENGTH = "length"
     ABORT = "abort"
 
@@ -63,6 +65,8 @@ class SamplingParams:
         prompt_logprobs_start: >= 1, position of the first prompt token that `prompt_logprobs`
             covers; nothing precedes the token at 0. What lies before may come from the prefix
             cache.
+        grammar: the output follows it, see grammar.py; empty: none. Where what the parameters
+            above leave is nothing of what it allows, it alone counts.
     """
 
     temperature: float = 0.0
@@ -83,6 +87,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 1
+    grammar: str = ""
 
     @property
     def has_penalties(self) -> bool:
@@ -420,6 +425,7 @@ class ModelInfo:
         vocab_size: token ids are in [0, vocab_size).
         eos_token_ids: ids that end a sequence unless `ignore_eos`.
         fingerprint: of weights, numerics and programs: equal ones give equal tokens.
+        takes_grammars: an output can be made to follow a grammar.
     """
 
     model_id: str
@@ -428,6 +434,7 @@ class ModelInfo:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     fingerprint: str
+    takes_grammars: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

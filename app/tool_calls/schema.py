@@ -12,8 +12,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from app.errors import UnsupportedParameter
-from app.json_types import is_list, is_object
+from app.json_types import is_deeper, is_list, is_object
 
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 << 10
@@ -28,7 +27,10 @@ class _Schema(BaseModel):
 
 
 class FunctionDefinition(_Schema):
-    """A function that the model may call; `parameters` is a JSON schema of an object."""
+    """A function that the model may call; `parameters` is a JSON schema of an object.
+
+    `strict`: the arguments of a call are what the schema admits, however the call comes about.
+    """
 
     name: FunctionName
     description: str | None = None
@@ -40,19 +42,8 @@ class FunctionDefinition(_Schema):
     def _schema_of_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
         if value and value.get("type", "object") != "object":
             raise ValueError("must be a JSON schema of type 'object'")
-        if _is_deeper(value, MAX_SCHEMA_DEPTH):
+        if is_deeper(value, MAX_SCHEMA_DEPTH):
             raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
-        return value
-
-    @field_validator("strict")
-    @classmethod
-    def _not_strict(cls, value: bool | None) -> bool | None:
-        if value:
-            raise UnsupportedParameter(
-                "'strict': true is not supported by this server: arguments are JSON objects, but "
-                "no schema is enforced; leave it out",
-                param="tools",
-            )
         return value
 
 
@@ -72,6 +63,22 @@ class Tool(_Schema):
         return {"type": "function", "function": data}
 
 
+class NamedFunction(_Schema):
+    """A function by its name."""
+
+    name: FunctionName
+
+
+class NamedTool(_Schema):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 class CalledFunction(_Schema):
     """The function of a call, with its arguments as text."""
 
@@ -89,7 +96,7 @@ class CalledFunction(_Schema):
             arguments = None
         if not is_object(arguments):
             raise ValueError("must be the text of a JSON object")
-        if _is_deeper(arguments, MAX_SCHEMA_DEPTH):
+        if is_deeper(arguments, MAX_SCHEMA_DEPTH):
             raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
         return value
 
@@ -140,32 +147,32 @@ def check_names(tools: Iterable[Tool]) -> None:
         names.add(tool.function.name)
 
 
-def check_tool_choice(value: object) -> object:
-    """Refuse choices that only guided decoding could keep.
+def parse_tool_choice(value: object) -> ToolChoice:
+    """Read the `tool_choice` of a request.
 
     Raises:
-        UnsupportedParameter: a call is demanded.
+        ValueError: it is none.
     """
-    if value == "required" or is_object(value):
-        raise UnsupportedParameter(
-            "'tool_choice' can be 'none' or 'auto' on this server: nothing makes the model call a "
-            "function, so neither 'required' nor a named function can be promised",
-            param="tool_choice",
-        )
-    return value
+    match value:
+        case "none" | "auto" | "required":
+            return value
+        case {"type": "function", "function": {"name": str(name)}} if is_object(value):
+            if len(value) == 2 and len(value["function"]) == 1:
+                return NamedTool(type="function", function=NamedFunction(name=name))
+    raise ValueError(
+        "must be 'none', 'auto', 'required', or an object with type 'function' and a function's "
+        "name"
+    )
 
 
-def _is_deeper(value: object, limit: int) -> bool:
-    """Whether containers are nested deeper than `limit`. Breadth first: no recursion."""
-    level: list[object] = [value]
-    for _ in range(limit + 1):
-        inner: list[object] = []
-        for item in level:
-            if is_object(item):
-                inner += item.values()
-            elif is_list(item):
-                inner += item
-        if not inner:
-            return False
-        level = inner
-    return True
+def check_tool_choice(choice: ToolChoice, tools: Iterable[Tool]) -> None:
+    """Check that a demanded call is one of the tools on offer.
+
+    Raises:
+        ValueError: it is not, or there are none.
+    """
+    names = {tool.function.name for tool in tools}
+    if choice == "required" and not names:
+        raise ValueError("tool_choice: 'required' needs 'tools'")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        raise ValueError(f"tool_choice: no function is named '{choice.function.name}'")

@@ -39,6 +39,8 @@ TRACKED = 2
 """Flag of a row whose drawn token must be noted in its slot's row."""
 LOGPROBS = 4
 """Flag of a row whose drawn token's log-probability is wanted."""
+GUIDED = 8
+"""Flag of a row that the step does not draw: its logits are held for a draw of its own."""
 
 _MAX_EOS_TOKEN_IDS = 64
 _MAX_BIASES = MAX_LOGIT_BIAS + MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS + _MAX_EOS_TOKEN_IDS
@@ -52,7 +54,8 @@ class OutputRows(NamedTuple):
 
     Attributes:
         slots: slot of its sequence.
-        flags: of `ADJUSTED`, `TRACKED` and `LOGPROBS`, those that hold; 0 where nothing is drawn.
+        flags: of `ADJUSTED`, `TRACKED`, `LOGPROBS` and `GUIDED`, those that hold; 0 where nothing
+            is drawn.
     """
 
     slots: Int32[Array, " R"]
@@ -168,7 +171,7 @@ def draw(
         own = SamplingArrays(*(a.at[rows].get(mode="clip") for a in arrays))
         own_slots = outputs.slots.at[rows].get(mode="clip")
         own_rows = fields.split(slot_rows.at[own_slots].get(mode="clip"))
-        adjusted = _adjust(logits.at[rows].get(mode="clip"), own, own_rows)
+        adjusted = adjust(logits.at[rows].get(mode="clip"), own, own_rows)
         return tokens.at[rows].set(sample(adjusted, own), mode="drop")
 
     return lax.cond(
@@ -193,7 +196,7 @@ def note_drawn(
     return counted.at[slots, places].set(tokens, mode="drop")
 
 
-def _adjust(
+def adjust(
     logits: Float32[Array, "G V"], arrays: SamplingArrays, row: dict[str, Array]
 ) -> Float32[Array, "G V"]:
     """Return the logits of what is drawn from; what must not be drawn is minus infinity."""

@@ -6,6 +6,7 @@ added ends with exactly one delta that carries its result.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from replicas.engine.request_check import check_request
 from replicas.engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from replicas.engine.sequence import Sequence, SequenceStatus
 from replicas.engine.step_stats import StepStats
+from replicas.errors import InvalidRequest
+from replicas.grammar import BadGrammar, Matcher, Vocabulary
 from replicas.page_keys import PageKey, hash_root
 from replicas.wire import (
     FinishReason,
@@ -28,6 +31,8 @@ from replicas.wire import (
     TokenDelta,
     TokenLogprobs,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class SequenceLogprobs(NamedTuple):
@@ -76,6 +81,13 @@ class Runner[StepT](Protocol):
         """Start a step."""
         ...
 
+    def draw_guided(self, step: StepT, indices: tuple[int, ...]) -> StepT:
+        """Start the draw of the sequences at these places of the latest step's plan.
+
+        Only for sequences that follow a grammar; they know all their tokens but the one drawn.
+        """
+        ...
+
     def fetch(self, step: StepT) -> StepOutput:
         """Wait for a step."""
         ...
@@ -89,7 +101,7 @@ class StepTimes:
         schedule: planning.
         launch: packing and dispatch.
         wait: blocked on the device.
-        postprocess: appending tokens, stop checks, releasing pages.
+        postprocess: appending tokens, stop checks, releasing pages, masks of grammars.
     """
 
     schedule: float = 0.0
@@ -112,13 +124,24 @@ class Engine[StepT]:
         runner: Runner[StepT],
         *,
         model_info: ModelInfo,
+        vocabulary: Vocabulary | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Run what the scheduler plans.
+
+        Args:
+            scheduler: owned from here on.
+            runner: of the device.
+            model_info: what callers are told of the model.
+            vocabulary: for grammars; None: requests with one are refused.
+            clock: seconds.
+        """
         self.scheduler = scheduler
         self.model_info = model_info
         self.times = StepTimes()
         self.stats = StepStats()
         self._runner = runner
+        self._vocabulary = vocabulary
         self._clock = clock
         self._sequences: dict[str, Sequence] = {}
         self._in_flight: tuple[StepPlan, StepT] | None = None
@@ -148,9 +171,40 @@ class Engine[StepT]:
         """
         check_request(request, self.model_info)
 
-    def add(self, request: GenerateRequest) -> None:
-        """Queue a validated request whose id no live request has."""
+    def make_matcher(self, request: GenerateRequest) -> Matcher | None:
+        """Compile the grammar of a request and take it through the output so far; thread-safe.
+
+        Takes a millisecond, for a bad grammar seconds: not to be called where others wait.
+
+        Raises:
+            InvalidRequest: as by `validate`, or the grammar is malformed, or output of another
+                replica breaks it.
+        """
+        sampling = request.sampling
+        if not sampling.grammar:
+            return None
+        self.validate(request)
+        assert self._vocabulary is not None
+        try:
+            matcher = self._vocabulary.matcher(sampling.grammar)
+        except BadGrammar as error:
+            raise InvalidRequest(f"bad grammar: {error}", param="structured_outputs") from None
+        first_output = len(request.prompt_token_ids) - request.output_offset
+        if not matcher.replay(request.prompt_token_ids[first_output:]):
+            raise InvalidRequest(
+                "the output so far does not follow the grammar", param="structured_outputs"
+            )
+        return matcher
+
+    def add(self, request: GenerateRequest, matcher: Matcher | None = None) -> None:
+        """Queue a validated request whose id no live request has.
+
+        Args:
+            request: see `validate`.
+            matcher: what `make_matcher` returned for it, where it has a grammar.
+        """
         assert request.request_id not in self._sequences, request.request_id
+        assert (matcher is not None) == bool(request.sampling.grammar), request.request_id
         sequence = Sequence(
             request,
             arrival_number=self._num_arrivals,
@@ -159,6 +213,7 @@ class Engine[StepT]:
             root_key=self._root_key(request),
             stop_token_ids=self._stop_token_ids(request.sampling),
             page_size=self.scheduler.page_size,
+            matcher=matcher,
         )
         self._num_arrivals += 1
         self._sequences[request.request_id] = sequence
@@ -179,7 +234,8 @@ class Engine[StepT]:
         """Launch the next step, then take in the one before it.
 
         The device works on step n+1 while the host handles step n. A stop that shows in n leaves
-        tokens of n+1 that are dropped.
+        tokens of n+1 that are dropped. Tokens of n+1 that follow a grammar are drawn behind it: by
+        then what n gave them is known.
         """
         start = self._clock()
         plan = self.scheduler.schedule()
@@ -196,6 +252,8 @@ class Engine[StepT]:
             output = self._runner.fetch(handle)
             fetched_at = self._clock()
             deltas += self._postprocess(previous, output)
+        if launched is not None and (indices := _guided_indices(launched[0])):
+            launched = launched[0], self._runner.draw_guided(launched[1], indices)
         self._in_flight = launched
         self.times = StepTimes(
             schedule=planned - start,
@@ -314,17 +372,24 @@ class Engine[StepT]:
         first = len(known)
         if first == sequence.num_prompt_tokens:
             sequence.first_token_s = self._clock()
+        matcher = sequence.matcher
         for token_id in token_ids:
+            if matcher is not None and not matcher.consume(token_id):
+                reason = self._give_up(sequence, matcher)
+                break
             known.append(token_id)
             if token_id in sequence.stop_token_ids:
                 reason = FinishReason.STOP
+                break
+            if matcher is not None and matcher.is_complete:
+                reason = FinishReason.COMPLETE
                 break
             if len(known) >= sequence.max_total_tokens:
                 reason = FinishReason.LENGTH
                 break
         num_new = len(known) - first
         self._num_output_tokens += num_new
-        self._num_accepted_tokens += num_new - 1
+        self._num_accepted_tokens += max(0, num_new - 1)
         new = tuple(token_ids[:num_new])
         start = first - sequence.first_output
         if logprobs is not None:
@@ -337,6 +402,13 @@ class Engine[StepT]:
             # Accepted drafts have been computed beside the token before them.
             sequence.num_computed_tokens += num_new - 1
         return TokenDelta(sequence.request.request_id, start, new, logprobs=logprobs)
+
+    @staticmethod
+    def _give_up(sequence: Sequence, matcher: Matcher) -> FinishReason:
+        """End an output that cannot follow its grammar any further."""
+        request_id = sequence.request.request_id
+        logger.warning("%s cannot follow its grammar: %s", request_id, matcher.error)
+        return FinishReason.ABORT
 
     def _stop_token_ids(self, sampling: SamplingParams) -> frozenset[int]:
         eos_token_ids = () if sampling.ignore_eos else self.model_info.eos_token_ids
@@ -361,3 +433,14 @@ class Engine[StepT]:
             token_ids=token_ids,
             result=result,
         )
+
+
+def _guided_indices(plan: StepPlan) -> tuple[int, ...]:
+    """Places of those whose tokens are drawn apart from the step, and wanted."""
+    return tuple(
+        index
+        for index, part in enumerate(plan.scheduled)
+        if part.samples
+        and part.sequence.matcher is not None
+        and part.sequence.status is not SequenceStatus.FINISHED
+    )

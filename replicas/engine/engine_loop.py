@@ -12,12 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from replicas.engine.engine import Engine
 from replicas.engine.step_stats import StepStats
 from replicas.engine.step_trace import Profiler, StepTrace, StepTracer
 from replicas.errors import EngineDead, EngineNotReady, InvalidRequest
+from replicas.grammar import Matcher
 from replicas.wire import GenerateRequest, ModelInfo, ReplicaLoad, StepEvents
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,11 @@ _SWITCH_INTERVAL_S = 2e-4
 
 _STOP = object()
 _DROP_PREFIX_CACHE = object()
+
+
+class _Submission(NamedTuple):
+    request: GenerateRequest
+    matcher: Matcher | None
 
 
 class EngineLoop:
@@ -61,7 +67,7 @@ class EngineLoop:
         self._max_silence_s = max_silence_s
         self._tracer = StepTracer(profiler)
         self._idle_beat_s = min(_IDLE_BEAT_S, max_silence_s / 3)
-        self._inbox: queue.SimpleQueue[GenerateRequest | str | object] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Submission | str | object] = queue.SimpleQueue()
         self._load = engine.load()
         self._num_beats = 0
         self._seen_beats = 0
@@ -87,8 +93,20 @@ class EngineLoop:
         self._looked_at_s = self._clock()
         self._thread.start()
 
-    def submit(self, request: GenerateRequest) -> None:
+    def make_matcher(self, request: GenerateRequest) -> Matcher | None:
+        """Compile a request's grammar for `submit`; thread-safe, may take long.
+
+        Raises:
+            InvalidRequest: see `Engine.make_matcher`.
+        """
+        return self._engine.make_matcher(request)
+
+    def submit(self, request: GenerateRequest, matcher: Matcher | None = None) -> None:
         """Queue a request; thread-safe.
+
+        Args:
+            request: what to generate.
+            matcher: of its grammar, where it has one.
 
         Raises:
             RequestError: it could never run, or a live request has its id.
@@ -103,7 +121,7 @@ class EngineLoop:
         if request.request_id in self._live_ids:
             raise InvalidRequest(f"request id {request.request_id!r} is in use")
         self._live_ids.add(request.request_id)
-        self._inbox.put(request)
+        self._inbox.put(_Submission(request, matcher))
 
     def abort(self, request_id: str) -> None:
         """End a request at the next step; thread-safe, unknown ids are ignored."""
@@ -189,11 +207,11 @@ class EngineLoop:
         except queue.Empty:
             return True
 
-    def _take(self, item: GenerateRequest | str | object) -> None:
+    def _take(self, item: _Submission | str | object) -> None:
         if isinstance(item, str):
             self._engine.abort(item)
-        elif isinstance(item, GenerateRequest):
-            self._engine.add(item)
+        elif isinstance(item, _Submission):
+            self._engine.add(item.request, item.matcher)
         elif isinstance(item, StepTrace):
             self._tracer.begin(item)
         elif item is _DROP_PREFIX_CACHE:

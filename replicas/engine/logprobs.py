@@ -65,10 +65,10 @@ def compute_logprobs(
     def visit_prompt(rows: Array, table: Array) -> Array:
         prompt_logits = head(hidden.at[rows].get(mode="clip"), all_rows)
         token_ids = jnp.maximum(targets.at[rows].get(mode="clip") - 1, 0)
-        return table.at[rows].set(_entries(prompt_logits, token_ids), mode="drop")
+        return table.at[rows].set(token_entries(prompt_logits, token_ids), mode="drop")
 
     def visit_outputs(rows: Array, table: Array) -> Array:
-        entries = _entries(logits.at[rows].get(mode="clip"), drawn.at[rows].get(mode="clip"))
+        entries = token_entries(logits.at[rows].get(mode="clip"), drawn.at[rows].get(mode="clip"))
         places = output_rows.at[rows].get(mode="fill", fill_value=num_rows)
         return table.at[places].set(entries, mode="drop")
 
@@ -84,7 +84,9 @@ def compute_logprobs(
     return lax.cond(jnp.any(is_target) | jnp.any(is_wanted), compute, lambda: table)
 
 
-def _entries(logits: Float32[Array, "G V"], token_ids: Int32[Array, " G"]) -> Int32[Array, "G W"]:
+def token_entries(
+    logits: Float32[Array, "G V"], token_ids: Int32[Array, " G"]
+) -> Int32[Array, "G W"]:
     """Log-softmax of one token and of the likeliest of each row, as words."""
     num_top = min(MAX_LOGPROBS, logits.shape[1])
     values, ids = top_candidates(logits)

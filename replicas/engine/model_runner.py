@@ -6,8 +6,9 @@ programs are called as compiled objects: an unknown shape is an error, never a s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +22,11 @@ from replicas.config import EngineConfig
 from replicas.engine.adjustments import LOGPROBS, draw, slot_row_fields
 from replicas.engine.buckets import MIN_ROWS, Bucket, make_buckets, smallest_bucket
 from replicas.engine.engine import StepOutput
+from replicas.engine.guided import GuidedDraw, GuidedLayout, GuidedState, hold_logits, with_guided
 from replicas.engine.logprobs import compute_logprobs
-from replicas.engine.program_store import ProgramStore
+from replicas.engine.program_store import LowerFn, ProgramStore
 from replicas.engine.prompt_lookup import PromptLookup
-from replicas.engine.scheduler import StepPlan
+from replicas.engine.scheduler import ScheduledSequence, StepPlan
 from replicas.engine.speculation import VerifyLayout, text_shapes
 from replicas.engine.step import DeviceState, PackedLayout, SlotTable, Texts, wants_logprobs
 from replicas.models.kv_cache import KVPages, zeros
@@ -71,16 +73,18 @@ class LaunchedStep:
         layout: knows how to read the output.
         output: i32, on the device; row i belongs to `plan.scheduled[i]`.
         logprobs: i32, on the device, by token row; see `compute_logprobs`.
+        guided: of sequences whose tokens are drawn apart, those that were; None: none.
     """
 
     plan: StepPlan
     layout: PackedLayout | VerifyLayout
     output: Int[Array, "S ..."]
     logprobs: Int[Array, "T W"]
+    guided: GuidedDraw | None = None
 
 
 class ModelRunner:
-    """Owns the device state and one program per bucket; used by one thread."""
+    """Owns the device state and its programs, one per bucket first of all; used by one thread."""
 
     def __init__(
         self,
@@ -146,7 +150,14 @@ class ModelRunner:
             jnp.int32,
             sharding=replicated,
         )
-        slots = (last_token_ids, slot_rows, texts)
+        held_logits: Any = None
+        guided_sizes: list[int] = []
+        if config.structured_output:
+            held_logits = jax.ShapeDtypeStruct(
+                (config.max_num_seqs, model.vocab_size), jnp.float32, sharding=replicated
+            )
+            guided_sizes = sorted({MIN_ROWS, max(MIN_ROWS, config.max_num_seqs)})
+        slots = (last_token_ids, slot_rows, texts, held_logits)
         if isinstance(pages, jax.Array):
             slots = zeros(slots)
         self._state = DeviceState(kv_pages, *slots)
@@ -157,7 +168,15 @@ class ModelRunner:
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self._layouts = {bucket: layout_of(bucket) for bucket in self._buckets}
+        self._guided_layouts = {
+            str(layout): layout
+            for size in guided_sizes
+            for layout in (
+                GuidedLayout(size, num_slots=config.max_num_seqs, vocab_size=model.vocab_size),
+            )
+        }
         self._programs: dict[Bucket, Any] = {}
+        self._guided_programs: list[tuple[GuidedLayout, Any]] = []
         self._write_slot: Any = None
         self._last_bucket: Bucket | None = None
         self._counter = CompileCounter()
@@ -167,6 +186,13 @@ class ModelRunner:
     def buckets(self) -> tuple[Bucket, ...]:
         """Shapes of all programs, smallest first."""
         return self._buckets
+
+    @property
+    def programs(self) -> Mapping[str, LowerFn]:
+        """What `warm_up` loads or compiles, by name, each with what traces it."""
+        steps = {str(b): functools.partial(self.lower, b) for b in self._buckets}
+        guided = {n: functools.partial(self._lower_guided, n) for n in self._guided_layouts}
+        return {**steps, **guided}
 
     @property
     def last_bucket(self) -> Bucket | None:
@@ -183,14 +209,20 @@ class ModelRunner:
 
         A first call costs milliseconds: much beside a decode step, nothing beside a long prompt.
         """
+        num_programs = len(self.programs)
         for index, bucket in enumerate(self._buckets):
-            report_progress("programs", index, len(self._buckets))
-            self._programs[bucket] = self._load_program(bucket)
+            report_progress("programs", index, num_programs)
+            self._programs[bucket] = self._load_program(str(bucket))
             if bucket.num_tokens <= self._max_mixed_tokens:
                 jax.block_until_ready(self._run(bucket, self._padding(bucket)))
+        for index, (name, layout) in enumerate(self._guided_layouts.items(), len(self._buckets)):
+            report_progress("programs", index, num_programs)
+            program = self._load_program(name)
+            self._guided_programs.append((layout, program))
+            jax.block_until_ready(self._run_guided(layout, program, ()))
         # Small enough to compile at every start.
         self._write_slot = self.compile(self._lower_write_slot())
-        report_progress("programs", len(self._buckets), len(self._buckets))
+        report_progress("programs", num_programs, num_programs)
         if self._store is not None:
             self._store.save_index()
         self._num_compiles_at_warmup = self._counter.count
@@ -210,11 +242,31 @@ class ModelRunner:
             self._state = self._state._replace(slot_rows=slot_rows)
         return LaunchedStep(plan, layout, *self._run(bucket, packed))
 
+    def draw_guided(self, step: LaunchedStep, indices: tuple[int, ...]) -> LaunchedStep:
+        """Start the draw of guided sequences of the latest step, behind it.
+
+        Works out the masks: the tokens before must be known to the sequences' matchers.
+
+        Args:
+            step: still running, most likely.
+            indices: places among its scheduled sequences.
+        """
+        parts = [step.plan.scheduled[index] for index in indices]
+        layout, program = next(
+            entry for entry in self._guided_programs if entry[0].num_rows >= len(parts)
+        )
+        drawn = GuidedDraw(indices, *self._run_guided(layout, program, parts))
+        return dataclasses.replace(step, guided=drawn)
+
     def fetch(self, step: LaunchedStep) -> StepOutput:
-        """Wait for a step; the new tokens of each scheduled sequence (junk if not `samples`)."""
+        """Wait for a step; the new tokens of each scheduled sequence (junk if not `samples`).
+
+        Junk too is the token of a guided sequence that `draw_guided` was not asked for.
+        """
         logprobs = np.asarray(step.logprobs) if wants_logprobs(step.plan) else None
         output = np.asarray(step.output)[: len(step.plan.scheduled)]
-        return step.layout.read(step.plan, output, logprobs)
+        read = step.layout.read(step.plan, output, logprobs)
+        return read if step.guided is None else with_guided(step.plan, read, step.guided)
 
     def _run(
         self, bucket: Bucket, packed: npt.NDArray[np.int32]
@@ -223,13 +275,23 @@ class ModelRunner:
         output, logprobs = outputs
         return output, logprobs
 
+    def _run_guided(
+        self, layout: GuidedLayout, program: Any, parts: Sequence[ScheduledSequence]
+    ) -> tuple[Int[Array, " N"], Int[Array, "N W"]]:
+        state = GuidedState(self._state.last_token_ids, self._state.slot_rows)
+        packed = layout.pack(parts)
+        state, token_ids, logprobs = program(state, self._state.held_logits, packed)
+        self._state = self._state._replace(**state._asdict())
+        return token_ids, logprobs
+
     def _padding(self, bucket: Bucket) -> npt.NDArray[np.int32]:
         return self._layouts[bucket].pack(StepPlan(scheduled=(), num_tokens=0))
 
-    def _load_program(self, bucket: Bucket) -> Any:
+    def _load_program(self, name: str) -> Any:
+        lower = self.programs[name]
         if self._store is None:
-            return self.compile(self.lower(bucket))
-        return self._store.load_or_compile(str(bucket), lambda: self.lower(bucket), self.compile)
+            return self.compile(lower())
+        return self._store.load_or_compile(name, lower, self.compile)
 
     def compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         """Compile a program with the configuration's options for the compiler."""
@@ -268,10 +330,22 @@ class ModelRunner:
             targets=rows.targets,
             head=functools.partial(self._model.compute_logits, params),
         )
+        held = state.held_logits
+        if held is not None:
+            held = hold_logits(held, logits, rows.outputs)
         state, output = rows.finish(
-            state._replace(kv_pages=kv_pages), sampled, vocab_size=self._model.vocab_size
+            state._replace(kv_pages=kv_pages, held_logits=held),
+            sampled,
+            vocab_size=self._model.vocab_size,
         )
         return state, output, logprobs
+
+    def _lower_guided(self, name: str) -> jax.stages.Lowered:
+        """Trace the program of a guided draw."""
+        held = self._state.held_logits
+        assert held is not None
+        state = GuidedState(self._state.last_token_ids, self._state.slot_rows)
+        return self._guided_layouts[name].lower(state, held, self._replicated)
 
     def _lower_write_slot(self) -> jax.stages.Lowered:
         """Trace the program that takes the row of a sequence that has got a slot."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -25,7 +26,6 @@ import jax
 from replicas.config import EngineConfig
 from replicas.engine import tpu_topology
 from replicas.engine.backend import add_libtpu_options
-from replicas.engine.buckets import Bucket
 from replicas.engine.memory_plan import NoRoom
 from replicas.engine.model_runner import ModelRunner
 from replicas.engine.preflight import (
@@ -38,7 +38,7 @@ from replicas.engine.preflight import (
     compile_program,
     predict_bucket,
 )
-from replicas.engine.program_store import ProgramHeader, ProgramStore, StoredProgram
+from replicas.engine.program_store import LowerFn, ProgramHeader, ProgramStore, StoredProgram
 from replicas.engine.serve_file import EngineApplication, read_applications
 from replicas.engine.startup import (
     EnginePlan,
@@ -71,33 +71,28 @@ class Programs:
 
     def build(self) -> int:
         """Compile what is missing, one line each; return how many that were."""
-        buckets, num_compiled = self._runner.buckets, 0
-        for index, bucket in enumerate(buckets):
+        wanted, num_compiled = self._wanted(), 0
+        for index, (name, lower) in enumerate(wanted.items()):
             begin_s = time.monotonic()
-            is_new = self.store.ensure(
-                str(bucket), lambda b=bucket: self._lower(b), self._runner.compile
-            )
+            is_new = self.store.ensure(name, lower, self._runner.compile)
             num_compiled += is_new
             what = f"compiled in {time.monotonic() - begin_s:.1f} s" if is_new else "there already"
-            print(f"{self.name}: {index + 1}/{len(buckets)} {bucket}: {what}", flush=True)
+            print(f"{self.name}: {index + 1}/{len(wanted)} {name}: {what}", flush=True)
         self.store.save_index()
         return num_compiled
 
     def verify(self) -> int:
         """Check every program, one line each; return how many cannot be loaded."""
         num_bad = 0
-        for bucket in self._runner.buckets:
-            problem = self.store.check(str(bucket), lambda b=bucket: self._lower(b))
+        for name, lower in self._wanted().items():
+            problem = self.store.check(name, lower)
             num_bad += problem is not None
-            print(f"{self.name}: {bucket}: {problem or 'ok'}", flush=True)
+            print(f"{self.name}: {name}: {problem or 'ok'}", flush=True)
         return num_bad
 
     def find(self) -> set[str]:
         """Return the keys of all programs that the application needs."""
-        return {
-            self.store.find_key(str(bucket), lambda b=bucket: self._lower(b))
-            for bucket in self._runner.buckets
-        }
+        return {self.store.find_key(name, lower) for name, lower in self._wanted().items()}
 
     def list(self) -> None:
         """Print a line per program of the store."""
@@ -116,11 +111,16 @@ class Programs:
         for path, reason in self.store.prune():
             print(f"deleted {path.name[:_SHORT]}: {reason}")
 
-    def _lower(self, bucket: Bucket) -> jax.stages.Lowered:
+    def _wanted(self) -> dict[str, LowerFn]:
+        """Every program by name, with what traces it for the devices that it is for."""
+        programs = self._runner.programs
+        return {name: functools.partial(self._lower, lower) for name, lower in programs.items()}
+
+    def _lower(self, lower: LowerFn) -> jax.stages.Lowered:
         if self._devices is None:
-            return self._runner.lower(bucket)
+            return lower()
         with tpu_topology.lowering_for(self._devices):
-            return self._runner.lower(bucket)
+            return lower()
 
     def _status(self, header: ProgramHeader, needed: set[str]) -> str:
         if header.key in needed:

@@ -64,6 +64,12 @@ def _check_sampling(sampling: SamplingParams, info: ModelInfo) -> None:
         )
     _check_bias(sampling, info)
     _check_logprobs(sampling)
+    if sampling.grammar and not info.takes_grammars:
+        raise InvalidRequest(
+            "this deployment has no structured output: engine.structured_output is off, or its "
+            "tokenizer cannot be used for it",
+            param="structured_outputs",
+        )
 
 
 def _check_min_tokens(request: GenerateRequest) -> None:

@@ -379,9 +379,11 @@ class Scheduler:
 
         Nobody is preempted for a guess. Positions at the sequence's end or beyond need no room:
         the device verifies no drafts there. Where a draw depends on the output before it there are
-        none: those of drafts would have to be noted and taken back.
+        none: those of drafts would have to be noted and taken back. Nor where a grammar is
+        followed: its mask behind a draft is not known.
         """
-        if sequence.request.sampling.depends_on_output:
+        sampling = sequence.request.sampling
+        if sampling.depends_on_output or sampling.grammar:
             return 0
         wanted = min(wanted, sequence.max_total_tokens - sequence.num_tokens - 1)
         num_tokens = sequence.max_num_tokens

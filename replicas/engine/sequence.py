@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from array import array
 
+from replicas.grammar import Matcher
 from replicas.page_keys import PageKey, hash_page
 from replicas.wire import GenerateRequest
 
@@ -49,6 +50,7 @@ class Sequence:
         stop_token_ids: ids that end the output.
         next_prompt_logprob: position of the first prompt token whose log-probability is still to be
             delivered; behind the prompt when there is none.
+        matcher: where in its grammar the output is, as far as the host knows it; None without one.
         wants_logprobs: whether the host reads log-probabilities of its tokens, of prompt or output.
         order: (priority, arrival number): who goes first, and (largest) who is preempted first.
     """
@@ -61,6 +63,7 @@ class Sequence:
         "first_output",
         "first_step_s",
         "first_token_s",
+        "matcher",
         "max_total_tokens",
         "next_page_end",
         "next_prompt_logprob",
@@ -90,8 +93,10 @@ class Sequence:
         root_key: PageKey,
         stop_token_ids: frozenset[int] = frozenset(),
         page_size: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
         self.request = request
+        self.matcher = matcher
         self.stop_token_ids = stop_token_ids
         self.token_ids = array("i", request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)

@@ -11,6 +11,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from replicas.engine.program_key import describe_environment, hash_parts, hash_s
 from replicas.engine.program_store import ProgramStore
 from replicas.engine.scheduler import Scheduler
 from replicas.engine.step_trace import Profiler
+from replicas.grammar import NoVocabulary, Vocabulary
 from replicas.model_files.fetch import fetch_model
 from replicas.model_files.source import parse_source
 from replicas.models.kv_cache import abstract_kv_pages, zeros
@@ -148,6 +150,7 @@ def resolve_config(
         page_size=page_size,
         attention=attention,
         matmul=matmul,
+        structured_output=config.structured_output and has_tokenizer(config),
     )
 
 
@@ -191,8 +194,10 @@ def build_engine(
     logger.info("engine configuration: %s", config)
     if store is not None:
         store.prefetch()
-    runner = _build_runner(plan, report)
-    runner.warm_up(report)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        vocabulary = pool.submit(_load_vocabulary, plan)
+        runner = _build_runner(plan, report)
+        runner.warm_up(report)
     if store is not None:
         logger.info("programs: %d loaded, %d compiled", store.num_loaded, store.num_compiled)
     logger.info("engine ready after %.1f s", time.monotonic() - started_s)
@@ -212,8 +217,30 @@ def build_engine(
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         fingerprint=plan.fingerprint[:16],
+        takes_grammars=vocabulary.result() is not None,
     )
-    return Engine(scheduler, runner, model_info=model_info)
+    return Engine(scheduler, runner, model_info=model_info, vocabulary=vocabulary.result())
+
+
+def has_tokenizer(config: EngineConfig) -> bool:
+    """Whether the model directory has what structured output needs."""
+    return (Path(config.model) / "tokenizer.json").is_file()
+
+
+def _load_vocabulary(plan: EnginePlan) -> Vocabulary | None:
+    """Read the tokenizer for grammars, if there will be any."""
+    if not plan.config.structured_output:
+        return None
+    config, model_config = plan.config, plan.model_config
+    try:
+        return Vocabulary.load(
+            fetch_model(config.model, "tokenizer", cache=config.model_cache),
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+        )
+    except NoVocabulary as error:
+        logger.warning("requests for structured output will be refused: %s", error)
+        return None
 
 
 def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> EnginePlan:

@@ -18,9 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float32, Int
 
-from replicas.engine.adjustments import ADJUSTED, OutputRows, make_slot_row, note_drawn, row_flags
+from replicas.engine.adjustments import (
+    ADJUSTED,
+    GUIDED,
+    OutputRows,
+    make_slot_row,
+    note_drawn,
+    row_flags,
+)
 from replicas.engine.buckets import Bucket
 from replicas.engine.engine import SequenceLogprobs, StepOutput
 from replicas.engine.logprobs import pack_logprobs
@@ -42,12 +49,15 @@ class DeviceState(NamedTuple):
         slot_rows: i32 [num_slots, W], what changes the logits of each slot's sequence; see
             `adjustments`.
         texts: what drafts are looked up in; None without speculation.
+        held_logits: f32 [num_slots, V], of the sequences that follow a grammar, until their tokens
+            are drawn; None without structured output.
     """
 
     kv_pages: KVPages
     last_token_ids: Int[Array, " slots"]
     slot_rows: Int[Array, "slots W"]
     texts: Texts | None = None
+    held_logits: Float32[Array, "slots V"] | None = None
 
 
 class Texts(NamedTuple):
@@ -168,11 +178,13 @@ class SlotTable:
 
     def _write_sampling(self, slot: int, sequence: Sequence) -> None:
         sampling = sequence.request.sampling
-        self.flags[slot] = row_flags(sampling)
-        if self.flags[slot] & ADJUSTED:
+        flags = row_flags(sampling)
+        if flags & ADJUSTED:
             row = make_slot_row(sequence, self.vocab_size)
             self._new_rows.append(np.concatenate([np.array([slot], np.int32), row]))
-        self.temperature[slot] = sampling.temperature
+        # What a step would draw of a guided row counts for nothing: the cheapest draw will do.
+        self.flags[slot] = GUIDED if sampling.grammar else flags
+        self.temperature[slot] = 0.0 if sampling.grammar else sampling.temperature
         self.top_k[slot] = sampling.top_k
         self.top_p[slot] = sampling.top_p
         self.seeds[slot] = (sampling.seed >> 32) & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
@@ -203,7 +215,7 @@ def pack_targets(targets: npt.NDArray[np.int32], part: ScheduledSequence, first_
 
 
 def wants_logprobs(plan: StepPlan) -> bool:
-    """Whether the host reads what a step computes of log-probabilities."""
+    """Whether the host may read what a step computes of log-probabilities."""
     return any(part.sequence.wants_logprobs for part in plan.scheduled)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,9 @@ def tokenizer(model_dir: Path) -> Tokenizer:
 
 
 @pytest.fixture
-async def make_server(model_dir: Path, tokenizer: Tokenizer) -> MakeServer:
+async def make_server(model_dir: Path, tokenizer: Tokenizer) -> AsyncIterator[MakeServer]:
+    services: list[CompletionService] = []
+
     def make(
         script: Callable[[Sequence[int], SamplingParams], Sequence[int]] | None = None,
         *,
@@ -40,6 +42,7 @@ async def make_server(model_dir: Path, tokenizer: Tokenizer) -> MakeServer:
         with_chat: bool = True,
         max_model_len: int = 200,
         defaults: SamplingDefaults | None = None,
+        takes_grammars: bool = False,
         **options: Any,
     ) -> Server:
         output = [*tokenizer.encode(TEXT, add_special_tokens=False), EOS]
@@ -50,6 +53,7 @@ async def make_server(model_dir: Path, tokenizer: Tokenizer) -> MakeServer:
             vocab_size=500,
             eos_token_ids=(EOS,),
             fingerprint="0123456789abcdef0123",
+            takes_grammars=takes_grammars,
         )
         fake = FakeClient(script or (lambda *_: output), model_info=info, **options)
         settings = IngressConfig(
@@ -61,7 +65,10 @@ async def make_server(model_dir: Path, tokenizer: Tokenizer) -> MakeServer:
             used = Tokenizer.load(model_dir)
             used.chat_template = None
         service = CompletionService(fake, used, settings, metrics, defaults)
+        services.append(service)
         app = create_app(service, fake, settings, metrics, echo_request_id=True)
         return Server(used, fake, Client(app), metrics, app)
 
-    return make
+    yield make
+    for service in services:
+        await service.close()

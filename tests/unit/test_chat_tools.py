@@ -24,6 +24,7 @@ from replicas.errors import InvalidRequest
 from replicas.wire import ModelInfo
 from tests.asgi_client import Answer, Client
 from tests.fake_client import EOS, FakeClient
+from tests.grammar_follower import Follower
 from tests.tiny_tokenizer import CHAT_TEMPLATE, byte_level
 
 WEATHER: dict[str, Any] = {
@@ -92,6 +93,7 @@ class Server:
         *,
         special: Sequence[str] = (),
         tokens_per_delta: int = 1,
+        takes_grammars: bool = False,
         **config: Any,
     ) -> None:
         vocabulary = byte_level()
@@ -107,9 +109,13 @@ class Server:
             vocab_size=vocabulary.get_vocab_size(with_added_tokens=True),
             eos_token_ids=(EOS,),
             fingerprint="0123456789abcdef0123",
+            takes_grammars=takes_grammars,
         )
+        follower = Follower(vocabulary.to_str(), info) if takes_grammars else None
         self.fake = FakeClient(
-            lambda *_: self.output, model_info=info, tokens_per_delta=tokens_per_delta
+            follower or (lambda *_: self.output),
+            model_info=info,
+            tokens_per_delta=tokens_per_delta,
         )
         settings = IngressConfig(
             model_dir=str(directory), model_id="tiny", **{"keep_alive_s": 30.0, **config}
@@ -276,6 +282,46 @@ async def test_tools_come_into_the_prompt_unless_none_may_be_called(
     await server.whole(messages=PAST)
     assert ' "arguments": {"city": "Zürich 🚀"}}' in server.prompt
     assert "5 degrees" in server.prompt
+
+
+async def test_a_demanded_call_comes_whatever_the_model_likes(
+    make_server: Callable[..., Server],
+) -> None:
+    """The model is random: only the grammar makes it call, and each call suits its schema."""
+    server = make_server(
+        QWEN,
+        "",
+        special=("<tool_call>", "</tool_call>"),
+        takes_grammars=True,
+        reasoning_style="none",
+    )
+    city = {"type": "string", "enum": ["Oslo", "Rome"]}
+    parameters = {
+        "type": "object",
+        "properties": {"city": city},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    function = {"name": "get_weather", "parameters": parameters}
+    other = {"name": "f", "parameters": {"additionalProperties": False}}
+    tools = [{"type": "function", "function": f} for f in (function, other)]
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    limits = {"max_tokens": 2000, "tools": tools}
+    for seed in range(2):
+        reason, content, _, calls = seen(await server.whole(tool_choice=named, seed=seed, **limits))
+        assert len(calls) == 1, (reason, content)
+        [(_, name, arguments)] = calls
+        assert (reason, content, name) == ("tool_calls", None, "get_weather")
+        assert json.loads(arguments)["city"] in city["enum"]
+        single = {"tool_choice": "required", "parallel_tool_calls": False}
+        reason, _, _, calls = seen(await server.streamed(**single, seed=seed, **limits))
+        assert (reason, len(calls)) == ("tool_calls", 1)
+    answer = await server.post(tool_choice=named, response_format={"type": "json_object"})
+    assert answer.json()["error"]["param"] == "response_format"
+    strict = [{"type": "function", "function": {**function, "strict": True}}]
+    await server.whole(tools=strict, max_tokens=20)
+    assert "Oslo" in server.fake.calls[-1].sampling.grammar
+    await server.service.close()
 
 
 async def test_reasoning_may_be_opened_by_the_prompt_and_left_out(

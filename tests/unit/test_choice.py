@@ -120,3 +120,13 @@ def test_an_abort_by_the_engine_is_an_error() -> None:
     )
     with pytest.raises(EngineError):
         make_choice().feed(delta)
+
+
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+def test_the_last_token_of_a_complete_text_is_part_of_it(stop: tuple[str, ...]) -> None:
+    """A grammar that lets nothing follow ends the output without a token that says so."""
+    choice = make_choice(stop)
+    text, kept = run(choice, IDS, [3], FinishReason.COMPLETE)
+    assert (text, kept) == (TOKENIZER.decode(IDS, skip_special_tokens=True), IDS)
+    assert (choice.finish_reason, choice.num_tokens) == ("stop", len(IDS))
+    assert choice.stop_token_id is None

@@ -114,8 +114,8 @@ def test_a_value_out_of_range_names_its_parameter(field: str, value: Any) -> Non
     [
         ("best_of", 2),
         ("suffix", "x"),
-        ("guided_json", {}),
-        ("response_format", {"type": "json_object"}),
+        ("guided_whitespace_pattern", " "),
+        ("guided_decoding_backend", "xgrammar"),
     ],
 )
 def test_an_unsupported_parameter_is_refused_by_name(field: str, value: Any) -> None:
@@ -127,11 +127,7 @@ def test_an_unsupported_parameter_is_refused_by_name(field: str, value: Any) -> 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f", "strict": True}}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("functions", [{"name": "f"}]),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("reasoning_effort", "high"),
         ("modalities", ["audio"]),
         ("audio", {"voice": "x"}),

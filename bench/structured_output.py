@@ -1,0 +1,201 @@
+"""What following a grammar costs: time per token of guided and of plain streams, bare engine.
+
+Bursts of decode steps of the same streams, guided and plain, take turns in one engine; medians of
+their steps are compared, because a shared machine's speed changes by the minute. And how long the
+worst grammars hold up the process that tries them out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from app.grammar_checker import GrammarChecker
+from app.output_grammar import Constraint, JsonSchema, Lark, Regex, write_grammar
+from bench import report
+from replicas.config import EngineConfig
+from replicas.engine.engine import Engine
+from replicas.engine.startup import build_engine
+from replicas.errors import InvalidRequest
+from replicas.wire import GenerateRequest, ModelInfo, SamplingParams, SinkAddress
+
+_NO_SINK = SinkAddress(host="", port=0, sink_id="", key=b"")
+_PROMPT_TOKENS = 64
+_STEPS_PER_ROUND = 24
+_PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "age": {"type": "integer", "minimum": 0},
+        "tags": {"type": "array", "items": {"enum": ["old", "new", "other"]}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+GRAMMARS: dict[str, Constraint] = {
+    # Long enough that no stream ends within a burst.
+    "json": JsonSchema({"type": "array", "items": _PERSON, "minItems": 500}),
+    "regex": Regex("([a-z]{1,12} ){2000}"),
+}
+
+
+def _nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for level in range(depth):
+        wrapped = {"type": "object", "properties": {f"k{level}": schema}}
+        schema = {"anyOf": [schema, wrapped]}
+    return schema
+
+
+BOMBS: dict[str, Constraint] = {
+    "doubling schema": JsonSchema(_nested(11)),
+    "3,000 properties": JsonSchema(
+        {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(3000)}}
+    ),
+    "repeats of repeats": Regex("(a{1000}){1000}"),
+    "long repeat": Regex("a{100000}"),
+    "ambiguous rules": Lark('start: a\na: a a | "x" | "xx" | /[a-z]/\n'),
+    "7,000 texts": JsonSchema({"enum": [f"item number {i} of them" for i in range(7000)]}),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overhead:
+    """One grammar at one concurrency; medians over all steps.
+
+    Attributes:
+        grammar: which.
+        temperature: of guided and plain streams alike.
+        concurrency: streams that run at once.
+        plain_ms: a decode step without grammars, that is a token of each stream.
+        guided_ms: one in which every stream follows the grammar.
+        overhead: guided over plain, minus 1.
+        masks_ms: of the guided step, host time behind the fetch: masks and bookkeeping.
+    """
+
+    grammar: str
+    temperature: float
+    concurrency: int
+    plain_ms: float
+    guided_ms: float
+    overhead: float
+    masks_ms: float
+
+
+def measure(
+    engine: Engine[Any], name: str, grammar: str, *, temperature: float, args: argparse.Namespace
+) -> Overhead:
+    """Run bursts of both kinds in turn."""
+    times: dict[bool, list[float]] = {False: [], True: []}
+    masks: list[float] = []
+    for round_index in range(args.rounds):
+        for is_guided in (False, True) if round_index % 2 else (True, False):
+            for stream in range(args.concurrency):
+                request = GenerateRequest(
+                    request_id=str(stream),
+                    prompt_token_ids=tuple(range(1000 + stream, 1000 + stream + _PROMPT_TOKENS)),
+                    sampling=SamplingParams(
+                        max_tokens=10 * _STEPS_PER_ROUND,
+                        temperature=temperature,
+                        seed=stream,
+                        ignore_eos=True,
+                        grammar=grammar if is_guided else "",
+                    ),
+                    sink=_NO_SINK,
+                )
+                engine.add(request, engine.make_matcher(request))
+            while engine.load().num_pending_prefill_tokens or engine.load().num_waiting:
+                engine.step()
+            engine.step()
+            for _ in range(_STEPS_PER_ROUND):
+                begin_s = time.perf_counter()
+                events = engine.step()
+                times[is_guided].append(time.perf_counter() - begin_s)
+                assert len(events.deltas) == args.concurrency
+                if is_guided:
+                    masks.append(engine.times.postprocess)
+            for stream in range(args.concurrency):
+                engine.abort(str(stream))
+            while engine.has_work:
+                engine.step()
+    plain, guided = (statistics.median(times[is_guided]) for is_guided in (False, True))
+    return Overhead(
+        grammar=name,
+        temperature=temperature,
+        concurrency=args.concurrency,
+        plain_ms=1e3 * plain,
+        guided_ms=1e3 * guided,
+        overhead=guided / plain - 1,
+        masks_ms=1e3 * statistics.median(masks),
+    )
+
+
+async def try_bombs(model_dir: Path, info: ModelInfo) -> dict[str, dict[str, Any]]:
+    """Have every bomb refused; return in which time, and what is said of it."""
+    checker = GrammarChecker(model_dir)
+    special = await checker.special_tokens(info)
+    results: dict[str, dict[str, Any]] = {}
+    for name, bomb in BOMBS.items():
+        begin_s = time.perf_counter()
+        verdict = "taken"
+        try:
+            await checker.check(write_grammar(bomb, special=special), info, param="grammar")
+        except InvalidRequest as error:
+            verdict = error.message
+        seconds = time.perf_counter() - begin_s
+        results[name] = {"seconds": round(seconds, 3), "verdict": verdict}
+        print(f"{name}: {seconds:.2f} s, {verdict}")
+    await checker.close()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="models/smollm2-135m-instruct")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--output", type=Path, help="write the figures as JSON")
+    args = parser.parse_args()
+    engine = build_engine(
+        EngineConfig(
+            model=args.model,
+            dtype=args.dtype,
+            max_num_seqs=args.concurrency,
+            max_num_batched_tokens=max(64, args.concurrency),
+            max_mixed_tokens=max(64, args.concurrency),
+            max_model_len=1024,
+            enable_prefix_caching=False,
+            program_store=".cache/programs",
+        )
+    )
+    overheads: list[Overhead] = []
+    for name, constraint in GRAMMARS.items():
+        for temperature in (0.0, 1.0):
+            grammar = write_grammar(constraint, special={})
+            result = measure(engine, name, grammar, temperature=temperature, args=args)
+            overheads.append(result)
+            print(
+                f"{name}, temperature {temperature}, c={args.concurrency}: plain "
+                f"{result.plain_ms:.2f} ms, guided {result.guided_ms:.2f} ms a token "
+                f"({result.overhead:+.1%}); host behind the fetch {result.masks_ms:.2f} ms",
+                flush=True,
+            )
+    bombs = asyncio.run(try_bombs(Path(args.model), engine.model_info))
+    if args.output is not None:
+        arguments = {key: str(value) for key, value in vars(args).items()}
+        measured = {
+            "arguments": arguments,
+            "overheads": [asdict(result) for result in overheads],
+            "bombs": bombs,
+        }
+        report.write_json(args.output, {"stamp": report.stamp()} | measured)
+
+
+if __name__ == "__main__":
+    main()
