@@ -20,6 +20,7 @@ from app.ingress import Ingress
 from app.router.deployment import RouterDeployment
 from app.router.pinned import PinnedRequestRouter
 from app.settings import parse_settings
+from app.shared_state import SharedState
 from replicas.deployment import EngineDeployment
 
 logger = logging.getLogger("ray.serve")
@@ -33,7 +34,7 @@ _DRAIN_POLL_S = 0.2
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Bind Ingress -> Router -> Engine.
+    """Bind Ingress -> Router -> Engine, and Ingress -> SharedState.
 
     Raises:
         ConfigError: a setting is wrong; the message lists what and why.
@@ -64,12 +65,13 @@ def build(args: dict[str, Any]) -> serve.Application:
     router = _deployment(RouterDeployment, "Router", **light).bind(
         engine, settings.router, tracing=settings.tracing
     )
+    shared = _deployment(SharedState, "SharedState", **light).bind(settings.shared_state)
     return _deployment(
         _untyped_serve.ingress()(Ingress),
         "Ingress",
         num_replicas=settings.num_ingress_replicas,
         **light,
-    ).bind(router, settings.ingress, tracing=settings.tracing)
+    ).bind(router, settings.ingress, shared, tracing=settings.tracing)
 
 
 def _deployment(cls: type, name: str, **options: Any) -> Any:

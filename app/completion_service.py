@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from app.choice import Choice, Piece
+from app.content_filter import ContentFilter
 from app.generation import Generation
 from app.generation_config import SamplingDefaults
 from app.ingress_config import IngressConfig
@@ -60,8 +61,11 @@ class CompletionService:
         config: IngressConfig,
         metrics: IngressMetrics,
         defaults: SamplingDefaults | None = None,
+        *,
+        content_filter: ContentFilter | None = None,
     ) -> None:
         self.defaults = defaults or SamplingDefaults()
+        self._filter = content_filter
         self._client = client
         self._tokenizer = tokenizer
         self._config = config
@@ -102,6 +106,10 @@ class CompletionService:
         info = await self._check_common(request)
         self._check_num_choices(len(request.prompt), request.n)
         prompts = [await self._encode(prompt, request, info) for prompt in request.prompt]
+        if self._filter is not None:
+            for prompt in prompts:
+                text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+                await self._filter.check_input(text, param="prompt")
         is_explicit = "max_tokens" in request.model_fields_set
         limits = [
             _output_limit(len(prompt), max(1, request.max_tokens), info, is_explicit=is_explicit)
@@ -126,6 +134,8 @@ class CompletionService:
         info = await self._check_common(request)
         self._check_num_choices(1, request.n)
         text, prompt = await self.render_chat(request, info)
+        if self._filter is not None:
+            await self._filter.check_input(text, param="messages")
         wanted = request.max_output_tokens
         limit = _output_limit(
             len(prompt),
@@ -237,7 +247,7 @@ class CompletionService:
                 else:
                     metrics.inter_token_latency.observe(now_s - last_s)
                 last_s = now_s
-                piece = choice.feed(delta)
+                piece = await self._screened(generation, choice, choice.feed(delta))
                 metrics.output_tokens.inc(len(piece.token_ids))
                 await emit(choice, piece)
                 if choice.finish_reason is not None:
@@ -245,6 +255,17 @@ class CompletionService:
                         per_token_s = (last_s - first_s) / (choice.num_tokens - 1)
                         metrics.time_per_output_token.observe(per_token_s)
                     return
+
+    async def _screened(self, generation: Generation, choice: Choice, piece: Piece) -> Piece:
+        """Keep what is shown, where it is kept, and end a choice that the filter refuses."""
+        if (self._filter is None and not generation.keeps_text) or not (new := piece.shown):
+            return piece
+        shown = choice.shown + new
+        if self._filter is not None and await self._filter.refuses_output(shown):
+            choice.finish_reason = "content_filter"
+            return Piece("", (), None)
+        choice.shown = shown
+        return piece
 
     async def encode(
         self, text: str | Sequence[int], info: ModelInfo, *, add_special_tokens: bool

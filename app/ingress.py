@@ -7,26 +7,34 @@ deployments by handle. Invariant: it holds no state that another ingress replica
 from __future__ import annotations
 
 import asyncio
-import dataclasses
+import contextlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
-from app.choice import Choice, Piece
 from app.client import LLMClient
+from app.coalesced import stream_items
 from app.completion_service import CompletionService
+from app.content_filter import ContentFilter, load_check
+from app.exchange import Edge
 from app.generation_config import load_sampling_defaults
+from app.grpc import generation_pb2 as pb
+from app.grpc.endpoint import GrpcEndpoint
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
+from app.shared_state import SharedStateHandle
 from app.tokenizer import Tokenizer
 from replicas.config import TracingConfig
-from replicas.errors import InvalidRequest
 from replicas.tracing import start_tracing
+
+CANCEL_TIMEOUT_S = 5.0
+"""How long the other ingress replicas have to say whether they cancelled a request."""
 
 
 class Ingress:
@@ -36,6 +44,7 @@ class Ingress:
         self,
         router: DeploymentHandle[Any],
         config: IngressConfig,
+        shared: DeploymentHandle[Any],
         *,
         tracing: TracingConfig | None = None,
     ) -> None:
@@ -44,6 +53,7 @@ class Ingress:
         Args:
             router: handle of the RouterDeployment.
             config: limits and keys.
+            shared: handle of the SharedState.
             tracing: where the spans of HTTP requests go; None: nowhere.
         """
         replica_id = serve.get_replica_context().replica_id.unique_id
@@ -53,14 +63,18 @@ class Ingress:
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="ingress", instance=replica_id
         )
+        self._edge = Edge(config, self._metrics, SharedStateHandle(shared), tracing=self._tracing)
         tokenizer = Tokenizer.load(Path(config.model_dir))
+        check = config.content_filter
         self._service = CompletionService(
             self._client,
             tokenizer,
             config,
             self._metrics,
             load_sampling_defaults(Path(config.model_dir)),
+            content_filter=None if check is None else ContentFilter(load_check(check)),
         )
+        self._grpc = GrpcEndpoint(self._service, config, self._edge)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Give Serve the HTTP side; Serve itself echoes X-Request-Id."""
@@ -69,7 +83,7 @@ class Ingress:
             self._client,
             self._config,
             self._metrics,
-            tracing=self._tracing,
+            edge=self._edge,
             echo_request_id=False,
         )
 
@@ -83,67 +97,53 @@ class Ingress:
             body: as for POST /v1/completions, or /v1/chat/completions where it has `messages`.
 
         Yields:
-            Items with `index`, `text`, `token_ids` and `finish_reason` (None until the choice's
-            last item), where there are any `reasoning_content` and `tool_calls` (each with
-            `index`, `id`, `name` and `arguments`), then one with `usage`.
+            See `app.coalesced.stream_items`.
 
         Raises:
             ServingError: the request is refused or fails.
         """
         plan = self._service.plan_chat if "messages" in body else self._service.plan_completion
-        generation = await plan(body)
-        if generation.echoes or generation.choices[0].sampling.prompt_logprobs is not None:
-            raise InvalidRequest("'echo' and 'prompt_logprobs' are for HTTP", param="echo")
-        if generation.wants_logprobs:
-            raise InvalidRequest("'logprobs' are for HTTP", param="logprobs")
-        mailbox = _Mailbox()
-        run = asyncio.create_task(self._service.run(generation, mailbox.put))
-        run.add_done_callback(mailbox.close)
-        try:
-            while items := await mailbox.take():
-                for item in items:
-                    yield item
-            await run
-            yield {"usage": generation.usage().as_json()}
-        finally:
-            run.cancel()
-            await asyncio.wait((run,))
+        items = stream_items(self._service, await plan(body))
+        async with contextlib.aclosing(items):
+            async for item in items:
+                yield item
+
+    async def Generate(
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GenerateResponse:
+        """Answer a gRPC call as a whole."""
+        return await self._grpc.generate(request, grpc_context)
+
+    async def Stream(
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateChunk]:
+        """Answer a gRPC call in pieces."""
+        chunks = self._grpc.stream(request, grpc_context)
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
+
+    async def Cancel(
+        self, request: pb.CancelRequest, grpc_context: RayServegRPCContext
+    ) -> pb.CancelResponse:
+        """End a request that runs at any ingress replica."""
+        key = self._grpc.authenticate(grpc_context)
+        context = serve.get_replica_context()
+        ingress: Any = serve.get_deployment_handle(context.deployment, context.app_name)
+        answers = await ingress.broadcast("cancel_request", request.request_id, key).results_async(
+            timeout_s=CANCEL_TIMEOUT_S, return_exceptions=True
+        )
+        return pb.CancelResponse(was_running=any(answer is True for answer in answers))
+
+    async def cancel_request(self, request_id: str, key: str) -> bool:
+        """End a request of a key that runs here; return whether there was one."""
+        return self._grpc.cancel(request_id, key)
 
     async def __del__(self) -> None:
         """Close the token sink; Serve awaits this when the replica has drained."""
+        if edge := getattr(self, "_edge", None):
+            await edge.close()
         if tracing := getattr(self, "_tracing", None):
             await asyncio.to_thread(tracing.shutdown)
         if client := getattr(self, "_client", None):
             await client.close()
-
-
-class _Mailbox:
-    """Collects output between two reads: one item per choice that has something new."""
-
-    def __init__(self) -> None:
-        self._items: dict[int, dict[str, Any]] = {}
-        self._has_news = asyncio.Event()
-
-    async def put(self, choice: Choice, piece: Piece) -> None:
-        """Add to the choice's item."""
-        empty: dict[str, Any] = {"index": choice.index, "text": "", "token_ids": []}
-        item = self._items.setdefault(choice.index, empty)
-        item["text"] += piece.text
-        item["token_ids"] += piece.token_ids
-        if piece.message is not None:
-            item["reasoning_content"] = item.get("reasoning_content", "") + piece.message.reasoning
-            calls = [dataclasses.asdict(call) for call in piece.message.tool_calls]
-            item["tool_calls"] = item.get("tool_calls", []) + calls
-        item["finish_reason"] = choice.finish_reason
-        self._has_news.set()
-
-    def close(self, _: object) -> None:
-        """Wake the reader for the last time."""
-        self._has_news.set()
-
-    async def take(self) -> list[dict[str, Any]]:
-        """Wait for output and take it all; empty when there will be no more."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        items, self._items = self._items, {}
-        return list(items.values())

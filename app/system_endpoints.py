@@ -62,6 +62,8 @@ class SystemEndpoints:
         }
         if status.ready:
             return json_response({**body, "stage": "ready"})
+        if status.is_draining or status.drained:
+            return json_response({**body, "stage": "draining"}, status_code=503)
         # Of several that start, the one that has come furthest in its stage.
         first = max(status.startup, key=lambda p: p.done / max(1, p.total), default=None)
         self._progress = {"stage": "starting replicas"}
@@ -82,10 +84,6 @@ class SystemEndpoints:
             "max_model_len": info.max_model_len,
         }
         return json_response(body)
-
-    async def reset_prefix_cache(self, _: Request) -> Response:
-        """Have all replicas forget what they have cached and do not use."""
-        return json_response({"num_replicas": await self._client.drop_prefix_cache()})
 
     async def openapi(self, _: Request) -> Response:
         """Describe this interface to machines."""

@@ -16,11 +16,12 @@ from starlette.types import Send
 
 from app.anthropic_schema import CountTokensRequest, parse_messages
 from app.asgi import ClientDisconnected, cancel_on_disconnect, json_response, read_body
-from app.completion_endpoint import CountedResponse
 from app.completion_service import CompletionService, first_leaf
-from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
+from app.exchange import Edge, Exchange
+from app.http_exchange import CountedResponse
+from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
-from app.metrics import IngressMetrics
+from app.json_types import is_object
 from app.openai_schema import parse_json
 from app.text_schema import (
     DetokenizeRequest,
@@ -37,12 +38,10 @@ Answer = Callable[[dict[str, Any]], Awaitable[object]]
 class TextEndpoints:
     """Handlers of these endpoints."""
 
-    def __init__(
-        self, service: CompletionService, config: IngressConfig, metrics: IngressMetrics
-    ) -> None:
+    def __init__(self, service: CompletionService, config: IngressConfig, edge: Edge) -> None:
         self._service = service
         self._config = config
-        self._metrics = metrics
+        self._edge = edge
 
     async def tokenize(self, request: Request) -> Response:
         """Encode a text, or a chat's prompt."""
@@ -58,24 +57,30 @@ class TextEndpoints:
 
     async def score(self, request: Request) -> Response:
         """Give the log-likelihood of continuations of a prompt."""
-        return self._respond(request, self._score)
+        return self._respond(request, self._score, computes=True)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count a message's prompt, in Anthropic's shape."""
         return self._respond(request, self._count_tokens)
 
-    def _respond(self, request: Request, answer: Answer) -> Response:
-        async def send_answer(request: Request, send: Send, _: HttpTrace | None) -> int:
+    def _respond(self, request: Request, answer: Answer, *, computes: bool = False) -> Response:
+        """Answer a request; one that `computes` uses tokens of its key's limit."""
+
+        async def send_answer(request: Request, send: Send, exchange: Exchange) -> int:
             try:
-                body = await read_body(request, max_bytes=self._config.max_body_bytes)
+                raw = await read_body(request, max_bytes=self._config.max_body_bytes)
                 async with cancel_on_disconnect(request.receive):
-                    content = await answer(parse_json(body))
+                    body = parse_json(raw)
+                    await exchange.admit(body, num_bytes=len(raw) if computes else 0)
+                    content = await answer(body)
+                    if computes and is_object(content):
+                        exchange.num_tokens = content["usage"]["total_tokens"]
             except ClientDisconnected:
                 return CLIENT_CLOSED_REQUEST
             await json_response(content)(request.scope, request.receive, send)
             return 200
 
-        return CountedResponse(send_answer, request, self._metrics)
+        return CountedResponse(send_answer, request, self._edge)
 
     async def _tokenize(self, body: dict[str, Any]) -> object:
         info = await self._service.model_info()

@@ -40,6 +40,10 @@ class TokenClient(Protocol):
         """Have every replica forget cached pages; return how many did."""
         ...
 
+    async def drain(self, replica_id: str | None, *, is_drained: bool) -> ServiceStatus:
+        """Give a replica, or with None the service, no new requests, or give them again."""
+        ...
+
     async def close(self) -> None:
         """Release the sink and all connections."""
         ...

@@ -85,12 +85,14 @@ class Client:
         *,
         until: Callable[[Answer], bool] | None = None,
         before_leaving: Callable[[], Awaitable[None]] | None = None,
+        query: str = "",
     ) -> Answer:
         """Make a request and return the answer, complete or as far as it came.
 
         Args:
             until: hang up as soon as this holds (asked when something was sent).
             before_leaving: hang up after this has been awaited.
+            query: of the URL.
         """
         answer = Answer()
         leaves = asyncio.Event()
@@ -119,7 +121,7 @@ class Client:
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [(k.lower().encode(), v.encode()) for k, v in merged.items()],
             "client": ("127.0.0.1", 1),

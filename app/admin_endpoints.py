@@ -1,0 +1,89 @@
+"""What only an operator may do: forget cached prefixes, drain and resume.
+
+Behind the admin's key, which is another than the clients'. Draining is the router's: all ingress
+replicas see it, and a restart of the router forgets it. Invariant: what was accepted runs on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from app.asgi import json_response, read_body
+from app.openai_schema import as_invalid_request, parse_json
+from app.token_client import TokenClient
+from replicas.errors import RequestError
+from replicas.wire import ServiceStatus
+
+MAX_BODY_BYTES = 4096
+
+
+class ReplicaNotFound(RequestError):
+    """No engine replica has that id."""
+
+    status = 404
+    code = "replica_not_found"
+
+
+class DrainRequest(BaseModel):
+    """Body of POST /admin/drain and /admin/resume."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+
+    # The id of an engine replica, as in /metrics and logs; null: the whole service.
+    replica: str | None = Field(default=None, min_length=1, max_length=256)
+
+
+class AdminEndpoints:
+    """Handlers of these endpoints."""
+
+    def __init__(self, client: TokenClient) -> None:
+        self._client = client
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        """Have all replicas forget what they have cached and do not use."""
+        return json_response({"num_replicas": await self._client.drop_prefix_cache()})
+
+    async def drain(self, request: Request) -> Response:
+        """Give a replica, or the whole service, no new requests."""
+        return await self._set_drained(request, is_drained=True)
+
+    async def resume(self, request: Request) -> Response:
+        """Give them again."""
+        return await self._set_drained(request, is_drained=False)
+
+    async def _set_drained(self, request: Request, *, is_drained: bool) -> Response:
+        raw = await read_body(request, max_bytes=MAX_BODY_BYTES)
+        body: dict[str, Any] = parse_json(raw) if raw.strip() else {}
+        try:
+            replica_id = DrainRequest.model_validate(body).replica
+        except ValidationError as error:
+            raise as_invalid_request(error) from None
+        if replica_id is not None:
+            status = await self._client.status()
+            if replica_id not in (*status.replicas, *status.drained):
+                known = ", ".join(sorted(status.replicas)) or "none"
+                raise ReplicaNotFound(
+                    f"there is no replica '{replica_id}'; there are {known}", param="replica"
+                )
+        return json_response(_as_json(await self._client.drain(replica_id, is_drained=is_drained)))
+
+
+def _as_json(status: ServiceStatus) -> dict[str, object]:
+    """What an operator waits for: how much still runs where."""
+    return {
+        "ready": status.ready,
+        "draining": status.is_draining,
+        "num_queued_requests": status.num_queued,
+        "num_running_requests": status.num_inflight,
+        "replicas": {
+            replica_id: {
+                "drained": replica_id in status.drained,
+                "num_running_requests": load.num_running + load.num_waiting,
+            }
+            for replica_id, load in status.replicas.items()
+        },
+    }
