@@ -16,6 +16,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivateUsage]
 
 from app.auth import check_exposure
+from app.errors import ConfigError
 from app.ingress import Ingress
 from app.router.deployment import RouterDeployment
 from app.router.pinned import PinnedRequestRouter
@@ -43,6 +44,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     host = _listening_host()
     if host is not None:
         check_exposure(host, has_keys=bool(settings.ingress.key_hashes))
+    if not settings.ingress.key_hashes and _serves_grpc():
+        raise ConfigError(
+            "grpc_options: Serve's gRPC servers listen on all interfaces, so they need API keys: "
+            "set ingress.api_keys_file or ingress.api_key_hashes"
+        )
     logger.info("application settings: %s", settings)
     replicas = settings.replicas
     options: dict[str, Any] = {
@@ -83,6 +89,17 @@ def _deployment(cls: type, name: str, **options: Any) -> Any:
 def _request_router_config() -> RequestRouterConfig:
     router_class: Any = PinnedRequestRouter
     return RequestRouterConfig(request_router_class=router_class)
+
+
+def _serves_grpc() -> bool:
+    """Whether the Serve that is running has gRPC servers."""
+    if not ray.is_initialized():
+        return False
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return False
+    controller: Any = client._controller  # pyright: ignore[reportPrivateUsage]
+    return bool(ray.get(controller.get_grpc_config.remote()).grpc_servicer_functions)
 
 
 def _listening_host() -> str | None:

@@ -29,12 +29,11 @@ from app.openai_schema import (
     GenerationParams,
     parse_request,
 )
-from app.token_client import TokenClient
+from app.token_client import TokenClient, not_ready, status_soon
 from app.tokenizer import Tokenizer
 from app.tool_calls.reader import MessageFormat, MessageReader
 from replicas.errors import (
     ContextLengthExceeded,
-    EngineNotReady,
     InvalidRequest,
     ModelNotFound,
     ServingError,
@@ -44,8 +43,6 @@ from replicas.wire import MAX_BAD_WORD_TOKENS, ModelInfo, SamplingParams
 
 _MAX_TRUNCATED = 16
 """Times the context that a prompt may have before it is cut."""
-# A router that has not started yet does not answer.
-_STATUS_TIMEOUT_S = 1.5
 
 # Called with a choice, and its new text and tokens.
 Emit = Callable[[Choice, Piece], Awaitable[None]]
@@ -86,13 +83,9 @@ class CompletionService:
             EngineNotReady: no replica has finished its warm-up yet.
         """
         if self._model_info is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                    self._model_info = (await self._client.status()).model_info
+            self._model_info = (await status_soon(self._client)).model_info
         if self._model_info is None:
-            raise EngineNotReady(
-                "the model is still loading; /ready tells when it can answer", retry_after_s=5
-            )
+            raise not_ready()
         return self._model_info
 
     async def plan_completion(self, body: dict[str, Any]) -> Generation:

@@ -6,7 +6,6 @@ the router is silent.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 
@@ -18,11 +17,9 @@ from app.asgi import json_response
 from app.completion_service import CompletionService
 from app.ingress_config import IngressConfig
 from app.metrics import CONTENT_TYPE, IngressMetrics
-from app.token_client import TokenClient
+from app.token_client import TokenClient, status_soon
 from app.version import VERSION
 from replicas.errors import EngineNotReady, ServingError
-
-_STATUS_TIMEOUT_S = 1.5
 
 
 class SystemEndpoints:
@@ -50,9 +47,8 @@ class SystemEndpoints:
         """Whether a request would be answered now: a replica has finished its warm-up."""
         body: dict[str, object] = {"ready": False, "model": self._config.model_id}
         try:
-            async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                status = await self._client.status()
-        except (ServingError, TimeoutError):
+            status = await status_soon(self._client)
+        except ServingError:
             return json_response({**body, **self._progress}, status_code=503)
         body |= {
             "ready": status.ready,
@@ -102,9 +98,8 @@ class SystemEndpoints:
     async def metrics(self, _: Request) -> Response:
         """Return Prometheus text; the engines' part is left out while the router is silent."""
         try:
-            async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                status = await self._client.status()
-        except (ServingError, TimeoutError):
+            status = await status_soon(self._client)
+        except ServingError:
             status = None
         self._metrics.open_sequences.set(self._client.num_open)
         text = self._metrics.render(status)

@@ -34,7 +34,7 @@ from app.responses.body import ResponseWriter, new_id
 from app.responses.items import Item, with_ids
 from app.responses.run import ResponseRun
 from app.responses.schema import parse_items, parse_responses, rename_fault
-from replicas.errors import InvalidRequest, ServingError
+from replicas.errors import InvalidRequest, RequestError, ServingError
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.
 logger = logging.getLogger("ray.serve")
@@ -82,7 +82,7 @@ class ResponsesEndpoint:
         history = await self._history(request.previous_response_id, owner)
         try:
             generation = await self._service.plan_chat(request.as_chat(history))
-        except InvalidRequest as error:
+        except RequestError as error:
             raise rename_fault(error) from error
         response_id = new_id("resp")
         generation.header = dataclasses.replace(generation.header, id=response_id)

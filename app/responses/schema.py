@@ -6,6 +6,7 @@ effect and is not supported is refused by name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal
 
@@ -17,7 +18,7 @@ from app.openai_schema import Hint, as_invalid_request
 from app.parameters import drop_without_effect
 from app.responses.items import Item, as_messages, check_items, item_schema
 from app.tool_calls.schema import FunctionDefinition, check_tools
-from replicas.errors import InvalidRequest, ServingError
+from replicas.errors import RequestError
 
 RESPONSES_PARAMETERS: Final[Mapping[str, tuple[object, ...]]] = {
     "access_programs": (),
@@ -236,13 +237,14 @@ def parse_responses(body: dict[str, Any]) -> ResponsesRequest:
         raise as_invalid_request(error) from None
 
 
-def rename_fault(error: ServingError) -> ServingError:
+def rename_fault(error: RequestError) -> RequestError:
     """Return the error of a chat completion with the parameter's name of this API."""
-    if not isinstance(error, InvalidRequest) or error.param is None:
+    if error.param is None:
         return error
     name = error.param.split(".")[0].split("[")[0]
     renamed = _CHAT_NAMES.get(name)
     if renamed is None:
         return error
-    message = error.message.replace(f"'{name}'", f"'{renamed}'", 1)
+    pattern, new = (rf"\b{name}\b", renamed) if "_" in name else (f"'{name}'", f"'{renamed}'")
+    message = re.sub(pattern, new, error.message)
     return type(error)(message, param=renamed)

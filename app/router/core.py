@@ -211,7 +211,7 @@ class RouterCore:
         assert request_id not in self._queue, request_id
         assert request_id not in self._sent, request_id
         config = self._config
-        is_new = not event.excluded and not any(True for _ in self._fleet.routable())
+        is_new = not event.excluded and not self._fleet.is_routable.any()
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
         assert self._started_at is not None
         request = QueuedRequest(

@@ -11,6 +11,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from app.chat import ChatTemplate
+from app.coalesced import stream_items
 from app.openai_schema import ChatMessage
 from app.tool_calls.schema import Tool
 from replicas.errors import InvalidRequest
@@ -247,20 +248,18 @@ async def test_calls_in_a_chat_are_refused_by_a_template_that_loses_them(
 
 
 async def test_deployments_get_calls_by_handle(make_server: Callable[..., Server]) -> None:
-    from app.ingress import _Mailbox
-
     server = make_server(QWEN, f"<think>a</think>b {call_text()}")
     generation = await server.service.plan_chat({"messages": PAST[:1], "tools": TOOLS})
-    mailbox = _Mailbox()
-    await server.service.run(generation, mailbox.put)
-    [item] = await mailbox.take()
-    assert (item["text"], item["reasoning_content"]) == ("b", "a")
-    [call] = item["tool_calls"]
-    assert (call["name"], call["arguments"], item["finish_reason"]) == (
+    *items, usage = [item async for item in stream_items(server.service, generation)]
+    assert "".join(item["text"] for item in items) == "b"
+    assert "".join(item.get("reasoning_content", "") for item in items) == "a"
+    [call] = [call for item in items for call in item.get("tool_calls", ())]
+    assert (call["name"], call["arguments"], items[-1]["finish_reason"]) == (
         "get_weather",
         ARGUMENTS,
         "tool_calls",
     )
+    assert usage["usage"]["completion_tokens"] == len(server.output)
 
 
 def test_templates_get_what_they_want() -> None:

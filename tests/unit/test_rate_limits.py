@@ -268,7 +268,7 @@ async def test_a_filter_refuses_prompts_and_ends_answers(tmp_path: Path, stream:
     assert b'"stop_reason":"refusal"' in answer.body
     answer = await server.client.post("/v1/responses", {"input": "Hi", "stream": stream})
     assert b'"incomplete_details":{"reason":"content_filter"}' in answer.body
-    assert b"bad" not in answer.body
+    assert b" bad" not in answer.body
     answer = await server.client.post(
         "/v1/completions", {"prompt": "So bad", "max_tokens": 5, "stream": stream}
     )

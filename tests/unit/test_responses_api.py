@@ -21,6 +21,7 @@ from tests.asgi_client import Answer
 from tests.chat_server import ARGUMENTS, QWEN, Server, call_text
 
 PATH = "/v1/responses"
+TEXT = "Hello world, hello moon, hello sun and all the stars"
 EVENT: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
 WEATHER: Any = {
     "type": "function",
@@ -36,7 +37,7 @@ MakeServer = Callable[..., Server]
 
 @pytest.fixture
 def make_server(tmp_path: Path) -> MakeServer:
-    def make(text: str = "Hello world", **options: Any) -> Server:
+    def make(text: str = TEXT, **options: Any) -> Server:
         return Server(tmp_path, QWEN, text, **options)
 
     return make
@@ -68,7 +69,7 @@ async def test_a_response_has_openais_shape_and_usage(make_server: MakeServer) -
     answer = await server.client.post(PATH, {"input": "Hi", "instructions": "Be kind."})
     body = answer.json()
     response = strictly(body)
-    assert (response.status, response.output_text) == ("completed", "Hello world")
+    assert (response.status, response.output_text) == ("completed", TEXT)
     assert response.instructions == "Be kind."
     assert response.usage is not None
     assert response.usage.input_tokens == len(server.fake.calls[0].prompt)
@@ -155,14 +156,14 @@ async def test_openais_client_creates_retrieves_lists_and_deletes(make_server: M
 
 
 async def test_openais_stream_helper_follows(make_server: MakeServer) -> None:
-    server = make_server("Hello world", tokens_per_delta=2)
+    server = make_server(tokens_per_delta=2)
     async with (
         server.openai() as client,
         client.responses.stream(model="tiny", input="Hi") as stream,
     ):
         snapshots = [e.snapshot async for e in stream if e.type == "response.output_text.delta"]
         final = await stream.get_final_response()
-    assert snapshots[-1] == final.output_text == "Hello world"
+    assert snapshots[-1] == final.output_text == TEXT
     assert len(snapshots) > 2
 
 
@@ -319,7 +320,7 @@ async def test_a_response_in_the_background_outlives_its_answer(
     assert (await server.client.get(f"{PATH}/{begun.id}")).json()["status"] == "in_progress"
     server.fake.gate.set()
     ended = strictly(await until_status(server, begun.id, "completed"))
-    assert ended.output_text == "Hello world"
+    assert ended.output_text == TEXT
     assert ended.usage is not None
     refused = await server.client.post(f"{PATH}/{begun.id}/cancel", b"")
     assert refused.status == 400
@@ -369,8 +370,8 @@ async def test_a_streamed_response_can_be_cancelled_and_deleted_in_mid_stream(
         assert last["response"]["status"] == "cancelled"
         text = strictly(last["response"]).output_text
         assert text
-        assert "Hello world".startswith(text)
-        assert text != "Hello world"
+        assert TEXT.startswith(text)
+        assert text != TEXT
         assert server.fake.given_up
         retrieved = await server.client.get(f"{PATH}/{response_id}")
         if suffix:
