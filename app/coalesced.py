@@ -54,6 +54,7 @@ class _Mailbox:
     def __init__(self, generation: Generation) -> None:
         self._items: dict[int, dict[str, Any]] = {}
         self._has_news = asyncio.Event()
+        self._is_closed = False
         self._formats: list[LogprobFormat] | None = None
         if generation.wants_logprobs:
             self._formats = [generation.logprob_format() for _ in generation.choices]
@@ -81,12 +82,14 @@ class _Mailbox:
         self._has_news.set()
 
     def close(self, _: object) -> None:
-        """Wake the reader for the last time."""
+        """Wake the reader, now and whenever it comes: there will be no more."""
+        self._is_closed = True
         self._has_news.set()
 
     async def take(self) -> list[dict[str, Any]]:
         """Wait for output and take it all; empty when there will be no more."""
         await self._has_news.wait()
-        self._has_news.clear()
+        if not self._is_closed:
+            self._has_news.clear()
         items, self._items = self._items, {}
         return list(items.values())
