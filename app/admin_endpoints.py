@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from app.asgi import json_response, read_body
-from app.openai_schema import as_invalid_request, parse_json
+from app.schema_faults import as_invalid_request, parse_json
 from app.token_client import TokenClient
 from replicas.errors import RequestError
 from replicas.wire import ServiceStatus

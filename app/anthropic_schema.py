@@ -19,10 +19,12 @@ from app.anthropic_content import (
     check_tools,
     text_blocks,
 )
+from app.chat_message import Hint
 from app.errors import UnsupportedParameter
 from app.json_types import is_list, is_object
-from app.openai_schema import MAX_STOP_STRINGS, Hint, as_invalid_request
+from app.openai_schema import MAX_STOP_STRINGS
 from app.parameters import drop_without_effect
+from app.schema_faults import as_invalid_request
 
 ANTHROPIC_PARAMETERS: Final[dict[str, tuple[object, ...]]] = {
     "service_tier": ("auto", "standard_only"),

@@ -30,7 +30,7 @@ from app.http_exchange import CountedResponse
 from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
 from app.openai_response import DONE, StreamFormat
-from app.openai_schema import parse_json
+from app.schema_faults import parse_json
 from replicas.errors import ServingError
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.

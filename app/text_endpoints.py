@@ -22,7 +22,7 @@ from app.http_exchange import CountedResponse
 from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
 from app.json_types import is_object
-from app.openai_schema import parse_json
+from app.schema_faults import parse_json
 from app.text_schema import (
     DetokenizeRequest,
     ScoreRequest,
@@ -93,10 +93,10 @@ class TextEndpoints:
         else:
             parsed = parse_text_request(TokenizeRequest, body)
             self._service.check_model(parsed.model)
-            token_ids = await self._service.encode(
+            token_ids = await self._service.prompts.encode(
                 parsed.prompt, info, add_special_tokens=parsed.add_special_tokens
             )
-        strings = self._service.token_strings(token_ids) if returns_strings else None
+        strings = self._service.prompts.token_strings(token_ids) if returns_strings else None
         return {
             "count": len(token_ids),
             "max_model_len": info.max_request_tokens,
@@ -107,7 +107,8 @@ class TextEndpoints:
     async def _detokenize(self, body: dict[str, Any]) -> object:
         parsed = parse_text_request(DetokenizeRequest, body)
         self._service.check_model(parsed.model)
-        return {"prompt": await self._service.decode(parsed.tokens)}
+        info = await self._service.model_info()
+        return {"prompt": await self._service.prompts.decode(parsed.tokens, info)}
 
     async def _render_chat(self, body: dict[str, Any]) -> object:
         chat = parse_chat(body)
@@ -131,10 +132,13 @@ class TextEndpoints:
         parsed = parse_text_request(ScoreRequest, body)
         self._service.check_model(parsed.model)
         info = await self._service.model_info()
-        prompt = await self._service.encode(parsed.prompt, info, add_special_tokens=True)
+        encode = self._service.prompts.encode
+        prompt = await encode(parsed.prompt, info, add_special_tokens=True)
 
         async def one(index: int, continuation: str | Sequence[int]) -> dict[str, Any]:
-            token_ids = await self._service.encode(continuation, info, add_special_tokens=False)
+            token_ids = await self._service.prompts.encode(
+                continuation, info, add_special_tokens=False
+            )
             score = await self._service.score(prompt, token_ids, cache_salt=parsed.cache_salt)
             return {"index": index, "object": "score", **score}
 

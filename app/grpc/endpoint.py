@@ -29,7 +29,7 @@ from app.grpc import generation_pb2 as pb
 from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
 from app.openai_response import Usage
-from app.openai_schema import parse_json
+from app.schema_faults import parse_json
 from app.tool_calls.message import ToolCall
 from replicas.errors import InvalidRequest, PayloadTooLarge, ServingError
 

@@ -29,11 +29,11 @@ from app.exchange import Edge, Exchange
 from app.http_exchange import CountedResponse
 from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
-from app.openai_schema import parse_json
 from app.responses.body import ResponseWriter, new_id
 from app.responses.items import Item, with_ids
 from app.responses.run import ResponseRun
 from app.responses.schema import parse_items, parse_responses, rename_fault
+from app.schema_faults import parse_json
 from replicas.errors import InvalidRequest, RequestError, ServingError
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.

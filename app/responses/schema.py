@@ -12,11 +12,12 @@ from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from app.chat_message import Hint
 from app.errors import UnsupportedParameter
 from app.json_types import is_list, is_object
-from app.openai_schema import Hint, as_invalid_request
 from app.parameters import drop_without_effect
 from app.responses.items import Item, as_messages, check_items, item_schema
+from app.schema_faults import as_invalid_request
 from app.tool_calls.schema import FunctionDefinition, check_tools
 from replicas.errors import RequestError
 

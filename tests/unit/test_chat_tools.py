@@ -11,8 +11,8 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from app.chat import ChatTemplate
+from app.chat_message import ChatMessage
 from app.coalesced import stream_items
-from app.openai_schema import ChatMessage
 from app.tool_calls.schema import Tool
 from replicas.errors import InvalidRequest
 from tests.chat_server import (
