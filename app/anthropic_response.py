@@ -35,8 +35,9 @@ class MessagesGeneration(Generation):
     def of(cls, generation: Generation) -> MessagesGeneration:
         """Answer a planned chat completion so."""
         message_id = generation.header.id.replace("chatcmpl-", "msg_")
-        given = {f.name: getattr(generation, f.name) for f in dataclasses.fields(generation)}
-        return cls(**given | {"header": dataclasses.replace(generation.header, id=message_id)})
+        given: dict[str, Any] = _fields_of(generation)
+        given["header"] = dataclasses.replace(generation.header, id=message_id)
+        return cls(**given)
 
     def stream_format(self) -> MessagesStream:
         """Return how the events of this response look."""
@@ -47,8 +48,7 @@ class MessagesGeneration(Generation):
         writer = BlockWriter()
         for piece in pieces:
             writer.feed(piece.text, piece.message)
-        output = super().output(choice, pieces)
-        given = {f.name: getattr(output, f.name) for f in dataclasses.fields(output)}
+        given = _fields_of(super().output(choice, pieces))
         return MessageOutput(**given, blocks=writer.blocks)
 
     def body(self, outputs: Sequence[ChoiceOutput]) -> bytes:
@@ -83,6 +83,10 @@ class MessagesGeneration(Generation):
         if finish_reason in ("tool_calls", "content_filter"):
             reason, stop = _STOP_REASONS[finish_reason], None
         return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _fields_of(instance: Generation | ChoiceOutput) -> dict[str, Any]:
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

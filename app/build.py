@@ -99,7 +99,8 @@ def _serves_grpc() -> bool:
     if client is None:
         return False
     controller: Any = client._controller  # pyright: ignore[reportPrivateUsage]
-    return bool(ray.get(controller.get_grpc_config.remote()).grpc_servicer_functions)
+    options: Any = ray.get(controller.get_grpc_config.remote())
+    return bool(options.grpc_servicer_functions)
 
 
 def _listening_host() -> str | None:

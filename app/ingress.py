@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from ray import serve
 from ray.serve.grpc_util import RayServegRPCContext
@@ -32,6 +32,8 @@ from app.shared_state import SharedStateHandle
 from app.tokenizer import Tokenizer
 from replicas.config import TracingConfig
 from replicas.tracing import start_tracing
+
+_untyped_serve: Final[Any] = serve
 
 CANCEL_TIMEOUT_S = 5.0
 """How long the other ingress replicas have to say whether they cancelled a request."""
@@ -129,7 +131,7 @@ class Ingress:
         """End a request that runs at any ingress replica."""
         key = self._grpc.authenticate(grpc_context)
         context = serve.get_replica_context()
-        ingress: Any = serve.get_deployment_handle(context.deployment, context.app_name)
+        ingress: Any = _untyped_serve.get_deployment_handle(context.deployment, context.app_name)
         answers = await ingress.broadcast("cancel_request", request.request_id, key).results_async(
             timeout_s=CANCEL_TIMEOUT_S, return_exceptions=True
         )

@@ -193,7 +193,7 @@ def _ascii(value: str) -> str:
 
 
 def _metadata(context: RayServegRPCContext) -> dict[str, str]:
-    return {k: v for k, v in context.invocation_metadata() if isinstance(v, str)}
+    return dict(context.invocation_metadata())
 
 
 def _body(request: pb.GenerateRequest) -> dict[str, Any]:

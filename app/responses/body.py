@@ -225,8 +225,8 @@ class ResponseWriter:
     def _encode(self, *events: Event) -> bytes:
         encoded: list[bytes] = []
         for fields in events:
-            numbered = {**fields, "sequence_number": self._num_events}
-            encoded.append(event(numbered.pop("type"), **numbered))
+            kind: str = fields.pop("type")
+            encoded.append(event(kind, **fields, sequence_number=self._num_events))
             self._num_events += 1
         return b"".join(encoded)
 

@@ -131,10 +131,8 @@ class ResponseRun:
         return 200
 
     async def _generate(self, emit: Emit | None) -> None:
-        is_streamed = emit is not None
-
         async def on_piece(_: Choice, piece: Piece) -> None:
-            if is_streamed and not self.has_begun:
+            if emit is not None and not self.has_begun:
                 await self.begin(emit)
             data = self.writer.feed(piece.text, piece.message)
             if data and emit is not None:
