@@ -6,6 +6,7 @@ replicas see it, and a restart of the router forgets it. Invariant: what was acc
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,6 +18,9 @@ from app.schema_faults import as_invalid_request, parse_json
 from app.token_client import TokenClient
 from replicas.errors import RequestError
 from replicas.wire import ServiceStatus
+
+# Serve sets up this logger's handlers in every replica, with the request id on each line.
+logger = logging.getLogger("ray.serve")
 
 MAX_BODY_BYTES = 4096
 
@@ -69,6 +73,12 @@ class AdminEndpoints:
                 raise ReplicaNotFound(
                     f"there is no replica '{replica_id}'; there are {known}", param="replica"
                 )
+        logger.warning(
+            "%s: %s %s",
+            request.state.request_id,
+            "drain" if is_drained else "resume",
+            "the service" if replica_id is None else f"replica {replica_id}",
+        )
         return json_response(_as_json(await self._client.drain(replica_id, is_drained=is_drained)))
 
 

@@ -102,8 +102,9 @@ class ResponseRun:
             await asyncio.wait((work, watch), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
                 return work.result()
-        except asyncio.CancelledError:
-            if self._registered.is_set():
+        except asyncio.CancelledError:  # nobody waits for it any more
+            await _end(work)
+            if self._registered.is_set() and self.writer.status == "in_progress":
                 self.writer.cancel(self.generation.usage())
                 self._edge.spawn(self._keep())
             raise
