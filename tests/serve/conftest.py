@@ -51,9 +51,3 @@ def serve_ports(ray_cluster: None) -> Iterator[tuple[int, int]]:
 def serve_port(serve_ports: tuple[int, int]) -> int:
     """Serve's HTTP port on the loopback; tests deploy applications with `serve.run`."""
     return serve_ports[0]
-
-
-@pytest.fixture(scope="session")
-def grpc_port(serve_ports: tuple[int, int]) -> int:
-    """Serve's gRPC port."""
-    return serve_ports[1]

@@ -40,7 +40,7 @@ def test_the_oldest_make_room() -> None:
     for name in "abcd":
         assert put(store, name)
     assert [store.get("me", name, 0.0) is not None for name in "abcd"] == [False, True, True, True]
-    assert put(store, "e", size=760)
+    assert put(store, "e", size=800)
     assert store.get("me", "d", 0.0) is not None
     assert store.get("me", "c", 0.0) is None
     assert store.num_bytes <= 1000
