@@ -24,13 +24,14 @@ from app.content_filter import ContentFilter, load_check
 from app.exchange import Edge
 from app.generation_config import load_sampling_defaults
 from app.grpc import generation_pb2 as pb
-from app.grpc.endpoint import GrpcEndpoint
+from app.grpc.endpoint import GrpcEndpoint, error_chunk
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
 from app.shared_state import SharedStateHandle
 from app.tokenizer import Tokenizer
 from replicas.config import TracingConfig
+from replicas.errors import ServingError
 from replicas.tracing import start_tracing
 
 _untyped_serve: Final[Any] = serve
@@ -114,7 +115,12 @@ class Ingress:
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> pb.GenerateResponse:
         """Answer a gRPC call as a whole."""
-        return await self._grpc.generate(request, grpc_context)
+        try:
+            return await self._grpc.generate(request, grpc_context)
+        except ServingError:
+            # Serve would drop the trailing metadata if this were raised. The status is in the
+            # context, and a message with another status than OK is not sent.
+            return pb.GenerateResponse()
 
     async def Stream(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
@@ -122,14 +128,20 @@ class Ingress:
         """Answer a gRPC call in pieces."""
         chunks = self._grpc.stream(request, grpc_context)
         async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                yield chunk
+            try:
+                async for chunk in chunks:
+                    yield chunk
+            except ServingError as error:  # as in Generate, but for the last message
+                yield error_chunk(error)
 
     async def Cancel(
         self, request: pb.CancelRequest, grpc_context: RayServegRPCContext
     ) -> pb.CancelResponse:
         """End a request that runs at any ingress replica."""
-        key = self._grpc.authenticate(grpc_context)
+        try:
+            key = self._grpc.authenticate(grpc_context)
+        except ServingError:  # as in Generate
+            return pb.CancelResponse()
         context = serve.get_replica_context()
         ingress: Any = _untyped_serve.get_deployment_handle(context.deployment, context.app_name)
         answers = await ingress.broadcast("cancel_request", request.request_id, key).results_async(

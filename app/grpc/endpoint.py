@@ -187,6 +187,15 @@ def set_status(context: RayServegRPCContext, error: ServingError, headers: dict[
     context.set_trailing_metadata([(k.lower(), _ascii(v)) for k, v in trailing.items()])
 
 
+def error_chunk(error: ServingError) -> pb.GenerateChunk:
+    """Return the last chunk of a stream that fails."""
+    return pb.GenerateChunk(
+        error=pb.Error(
+            code=error.code or error.type, message=error.message, param=error.param or ""
+        )
+    )
+
+
 def _ascii(value: str) -> str:
     """What metadata can hold of a text."""
     return value.encode("ascii", "backslashreplace").decode()

@@ -180,10 +180,13 @@ async def test_grpc_generates_streams_and_refuses(service: Service, stub: Any) -
         trailing = dict(refused.value.trailing_metadata() or ())
         assert refused.value.code().name == code, refused.value.details()
         assert trailing.get("error-param") == param
+    stream = stub.Stream(pb.GenerateRequest(prompt="x", top_p=7), metadata=metadata())
+    last = await stream.read()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        async for _ in stub.Stream(pb.GenerateRequest(prompt="x", top_p=7), metadata=metadata()):
-            pass
+        await stream.read()
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(refused.value.trailing_metadata() or ())["error-param"] == "top_p"
+    assert last.error.param == "top_p"
 
 
 async def test_grpc_calls_are_cancelled_by_either_side(service: Service, stub: Any) -> None:
