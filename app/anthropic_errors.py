@@ -1,4 +1,4 @@
-"""Events and errors of Anthropic's Messages API; knows neither Starlette nor completions."""
+"""Errors of Anthropic's Messages API; knows neither Starlette nor completions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,6 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
-def event(kind: str, **fields: object) -> bytes:
-    """Encode one server-sent event."""
-    data = orjson.dumps({"type": kind, **fields})
-    return b"".join((b"event: ", kind.encode(), b"\ndata: ", data, b"\n\n"))
 
 
 def error_json(error: ServingError, request_id: str | None) -> bytes:

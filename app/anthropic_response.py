@@ -11,12 +11,21 @@ from typing import Any
 
 import orjson
 
-from app.anthropic_errors import event
+from app.anthropic_blocks import BlockWriter
 from app.anthropic_schema import MessagesRequest, parse_messages
+from app.choice import Choice, Piece
 from app.completion_service import CompletionService
 from app.generation import Generation
 from app.openai_response import ChoiceOutput, Usage
+from app.sse import event
 from app.tool_calls.message import MessageDelta
+
+_STOP_REASONS = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
 
 
 class MessagesGeneration(Generation):
@@ -26,25 +35,30 @@ class MessagesGeneration(Generation):
     def of(cls, generation: Generation) -> MessagesGeneration:
         """Answer a planned chat completion so."""
         message_id = generation.header.id.replace("chatcmpl-", "msg_")
-        return cls(
-            header=dataclasses.replace(generation.header, id=message_id),
-            params=generation.params,
-            choices=generation.choices,
-            arrived_s=generation.arrived_s,
-            names=generation.names,
-        )
+        given: dict[str, Any] = _fields_of(generation)
+        given["header"] = dataclasses.replace(generation.header, id=message_id)
+        return cls(**given)
 
     def stream_format(self) -> MessagesStream:
         """Return how the events of this response look."""
         return MessagesStream(self)
 
+    def output(self, choice: Choice, pieces: Sequence[Piece]) -> MessageOutput:
+        """Put the finished message together."""
+        writer = BlockWriter()
+        for piece in pieces:
+            writer.feed(piece.text, piece.message)
+        given = _fields_of(super().output(choice, pieces))
+        return MessageOutput(**given, blocks=writer.blocks)
+
     def body(self, outputs: Sequence[ChoiceOutput]) -> bytes:
         """Render the whole message."""
         [output] = outputs
+        assert isinstance(output, MessageOutput)
         return orjson.dumps(
             {
                 **self.opening(),
-                "content": [{"type": "text", "text": output.text, "citations": None}],
+                "content": output.blocks,
                 **self.ending(output.finish_reason),
                 "usage": usage_json(self.usage()),
             }
@@ -65,11 +79,25 @@ class MessagesGeneration(Generation):
     def ending(self, finish_reason: str) -> dict[str, Any]:
         """Why the message ended."""
         stop = self.choices[0].stop_string
-        reason = "max_tokens" if finish_reason == "length" else "end_turn"
-        return {
-            "stop_reason": reason if stop is None else "stop_sequence",
-            "stop_sequence": stop,
-        }
+        reason = "stop_sequence" if stop is not None else _STOP_REASONS[finish_reason]
+        if finish_reason in ("tool_calls", "content_filter"):
+            reason, stop = _STOP_REASONS[finish_reason], None
+        return {"stop_reason": reason, "stop_sequence": stop}
+
+
+def _fields_of(instance: Generation | ChoiceOutput) -> dict[str, Any]:
+    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MessageOutput(ChoiceOutput):
+    """One finished message.
+
+    Attributes:
+        blocks: its content, in the order in which it was written.
+    """
+
+    blocks: Sequence[dict[str, Any]]
 
 
 class MessagesStream:
@@ -77,20 +105,15 @@ class MessagesStream:
 
     def __init__(self, generation: MessagesGeneration) -> None:
         self._generation = generation
+        self._blocks = BlockWriter()
         self._finish_reason = "stop"
 
     def first(self, index: int, prompt_token_ids: Sequence[int]) -> bytes:
-        """The message's beginning and that of its one block."""
-        del prompt_token_ids
+        """The message's beginning."""
+        del index, prompt_token_ids
         usage = {**usage_json(self._generation.usage()), "output_tokens": 0}
-        block = {"type": "text", "text": "", "citations": None}
-        return b"".join(
-            (
-                event("message_start", message={**self._generation.opening(), "usage": usage}),
-                event("content_block_start", index=index, content_block=block),
-                event("ping"),
-            )
-        )
+        message = {**self._generation.opening(), "usage": usage}
+        return event("message_start", message=message) + event("ping")
 
     def text(
         self,
@@ -100,9 +123,8 @@ class MessagesStream:
         logprobs: dict[str, Any] | None = None,
     ) -> bytes:
         """New text."""
-        del token_ids, logprobs
-        delta = {"type": "text_delta", "text": text}
-        return event("content_block_delta", index=index, delta=delta)
+        del index, token_ids, logprobs
+        return self._blocks.feed(text, None)
 
     def message(
         self,
@@ -111,14 +133,15 @@ class MessagesStream:
         token_ids: Sequence[int],
         logprobs: dict[str, Any] | None = None,
     ) -> bytes:
-        """New text; thinking is not asked for here, nor are tools."""
-        assert not delta.tool_calls
-        return self.text(index, delta.content, token_ids, logprobs) if delta.content else b""
+        """New thinking, text and calls."""
+        del index, token_ids, logprobs
+        return self._blocks.feed(delta.content, delta)
 
     def last(self, index: int, finish_reason: str) -> bytes:
-        """The block's end; the message's own comes with the usage."""
+        """The last block's end; the message's own comes with the usage."""
+        del index
         self._finish_reason = finish_reason
-        return event("content_block_stop", index=index)
+        return self._blocks.close()
 
     def usage(self, usage: Usage) -> bytes:
         """The message's end."""

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
+from app.anthropic_content import (
+    Message,
+    Schema,
+    TextBlock,
+    Tool,
+    as_messages,
+    check_tools,
+    text_blocks,
+)
+from app.chat_message import Hint
+from app.errors import UnsupportedParameter
 from app.json_types import is_list, is_object
-from app.openai_schema import MAX_STOP_STRINGS, Hint, as_invalid_request
+from app.openai_schema import MAX_STOP_STRINGS
 from app.parameters import drop_without_effect
+from app.schema_faults import as_invalid_request
 
 ANTHROPIC_PARAMETERS: Final[dict[str, tuple[object, ...]]] = {
-    "tools": ([],),
-    "tool_choice": ({"type": "auto"}, {"type": "none"}),
-    "thinking": ({"type": "disabled"},),
     "service_tier": ("auto", "standard_only"),
     "container": (),
     "context_management": (),
@@ -25,53 +34,55 @@ ANTHROPIC_PARAMETERS: Final[dict[str, tuple[object, ...]]] = {
     "output_config": ({},),
     "output_format": (),
     "inference_geo": (),
+    "diagnostics": (),
+    "speed": ("standard",),
+    "user_profile_id": (),
     "cache_control": ({"type": "ephemeral"},),
 }
 """Parameters that are not acted on, with the values that change nothing."""
 
 
-class _Schema(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
+class ToolChoice(Schema):
+    """Whether the model may call tools."""
+
+    type: Literal["auto", "none", "any", "tool"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ToolChoice:
+        if (self.name is not None) != (self.type == "tool"):
+            raise ValueError("'name' belongs to type 'tool', which needs it")
+        return self
+
+    def as_chat(self) -> object:
+        """The same in OpenAI's shape."""
+        if self.type == "tool":
+            return {"type": "function", "function": {"name": self.name}}
+        return "required" if self.type == "any" else self.type
 
 
-class TextBlock(_Schema):
-    """A block of text; `cache_control` is a hint: every prefix is cached here."""
+class Thinking(Schema):
+    """Whether the answer shows what the model thought, if it is a model that thinks."""
 
-    type: Literal["text"]
-    text: str
-    cache_control: dict[str, Any] | None = None
-    citations: None = None
+    type: Literal["disabled", "adaptive"] = "disabled"
 
 
-class Message(_Schema):
-    """One turn."""
-
-    role: Literal["user", "assistant"]
-    content: tuple[TextBlock, ...]
-
-    @field_validator("content", mode="before", json_schema_input_type=str | list[TextBlock])
-    @classmethod
-    def _blocks(cls, value: object) -> tuple[object, ...]:
-        return _text_blocks(value)
-
-    def as_chat(self) -> dict[str, Any]:
-        """The same turn in OpenAI's shape."""
-        parts = [{"type": "text", "text": block.text} for block in self.content]
-        return {"role": self.role, "content": parts}
-
-
-class Metadata(_Schema):
+class Metadata(Schema):
     """Hints to a provider."""
 
     user_id: Hint | None = None
 
 
-class CountTokensRequest(_Schema):
+class CountTokensRequest(Schema):
     """Body of POST /v1/messages/count_tokens."""
 
     model: str
     messages: tuple[Message, ...] = Field(min_length=1)
     system: tuple[TextBlock, ...] = ()
+    tools: tuple[Tool, ...] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    thinking: Thinking = Thinking()
 
     @field_validator("messages", mode="before")
     @classmethod
@@ -83,20 +94,46 @@ class CountTokensRequest(_Schema):
     @field_validator("system", mode="before", json_schema_input_type=str | list[TextBlock])
     @classmethod
     def _system(cls, value: object) -> tuple[object, ...]:
-        return _text_blocks(value)
+        return text_blocks(value)
+
+    @field_validator("tools", mode="before", json_schema_input_type=list[Tool])
+    @classmethod
+    def _tools(cls, value: object) -> tuple[object, ...]:
+        return check_tools(value)
+
+    @field_validator("thinking", mode="before", json_schema_input_type=Thinking)
+    @classmethod
+    def _thinking(cls, value: object) -> object:
+        if is_object(value) and value.get("type") == "enabled":
+            raise UnsupportedParameter(
+                "'thinking' of type 'enabled' is not supported by this server: nothing keeps the "
+                "model to a budget; 'adaptive' shows what it thinks",
+                param="thinking",
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _agrees(self) -> CountTokensRequest:
+        for message in self.messages:
+            message.check_role()
+        if self.messages[-1].has_calls:
+            raise ValueError("messages: the last 'tool_use' has no 'tool_result'")
+        return self
 
     def as_chat(self) -> dict[str, Any]:
         """The body of the chat completion that has the same prompt.
 
         A final assistant message is continued, not answered, as Anthropic does.
         """
-        messages: list[dict[str, Any]] = []
-        if self.system:
-            text = "\n".join(block.text for block in self.system)
-            messages.append({"role": "system", "content": text})
-        messages += [message.as_chat() for message in self.messages]
-        continues = self.messages[-1].role == "assistant"
-        return {"model": self.model, "messages": messages, "continue_final_message": continues}
+        return {
+            "model": self.model,
+            "messages": as_messages(self.system, self.messages),
+            "continue_final_message": self.messages[-1].role == "assistant",
+            "tools": [tool.as_chat() for tool in self.tools] or None,
+            "tool_choice": self.tool_choice.as_chat(),
+            "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
+            "include_reasoning": self.thinking.type == "adaptive",
+        }
 
 
 class MessagesRequest(CountTokensRequest):
@@ -140,15 +177,3 @@ def parse_messages[R: (CountTokensRequest, MessagesRequest)](
         return schema.model_validate(drop_without_effect(body, ANTHROPIC_PARAMETERS))
     except ValidationError as error:
         raise as_invalid_request(error) from None
-
-
-def _text_blocks(value: object) -> tuple[object, ...]:
-    if isinstance(value, str):
-        return ({"type": "text", "text": value},)
-    if not is_list(value):
-        raise ValueError("must be a string or a list of text blocks")
-    for block in value:
-        kind = block.get("type") if is_object(block) else None
-        if kind != "text":
-            raise ValueError(f"blocks must be of type 'text', got {kind!r}: the model reads text")
-    return tuple(value)

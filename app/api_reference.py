@@ -8,6 +8,7 @@ together.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic.json_schema import models_json_schema
 
+from app.admin_endpoints import DrainRequest
 from app.anthropic_schema import ANTHROPIC_PARAMETERS, CountTokensRequest, MessagesRequest
 from app.openai_schema import ChatRequest, CompletionRequest
 from app.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS
+from app.responses.schema import RESPONSES_PARAMETERS, ResponsesRequest
 from app.text_schema import DetokenizeRequest, ScoreRequest, TokenizeRequest
 from app.version import VERSION
 
@@ -75,6 +78,27 @@ ENDPOINTS = (
         schema=CountTokensRequest,
     ),
     Endpoint(
+        path="/v1/responses",
+        method="POST",
+        summary="Answer a conversation, in the shape of OpenAI's Responses API",
+        schema=ResponsesRequest,
+        streams=True,
+    ),
+    Endpoint(
+        path="/v1/responses/{response_id}", method="GET", summary="A stored response as it is now"
+    ),
+    Endpoint(path="/v1/responses/{response_id}", method="DELETE", summary="Forget a response"),
+    Endpoint(
+        path="/v1/responses/{response_id}/cancel",
+        method="POST",
+        summary="End a response that is streamed or runs in the background",
+    ),
+    Endpoint(
+        path="/v1/responses/{response_id}/input_items",
+        method="GET",
+        summary="The conversation that a stored response answers",
+    ),
+    Endpoint(
         path="/v1/score",
         method="POST",
         summary="Log-likelihood of given continuations of a prompt",
@@ -114,6 +138,20 @@ ENDPOINTS = (
         summary="Have all replicas trace their next `?steps=20` with jax's profiler",
         key="admin",
     ),
+    Endpoint(
+        path="/admin/drain",
+        method="POST",
+        summary="Give an engine replica, or the whole service, no new requests",
+        schema=DrainRequest,
+        key="admin",
+    ),
+    Endpoint(
+        path="/admin/resume",
+        method="POST",
+        summary="Give them again",
+        schema=DrainRequest,
+        key="admin",
+    ),
     Endpoint(path="/openapi.json", method="GET", summary="This interface, as OpenAPI 3.1"),
     Endpoint(path="/health", method="GET", summary="Whether the HTTP process lives", key="none"),
     Endpoint(
@@ -141,6 +179,38 @@ _STRUCTURE_NOTES = (
     "  JSON schemas are enforced whether `strict` or not, and other parameters give way to it.",
     "- A form that is malformed, or takes too much time to compile, is refused with 400 and the",
     "  reason.",
+)
+
+_RESPONSES_NOTES = (
+    "- Responses are stored for an hour unless `store` is false, within the bounds of",
+    "  `ingress.responses`, in the memory of one process that all ingress replicas share: its",
+    "  restart forgets them. Only the key that made a response sees it. `background` needs",
+    "  `store`.",
+    "- A streamed response can be cancelled like one in the background, once its first event has",
+    "  come; it ends with `response.incomplete` and the status `cancelled`. A client that leaves a",
+    "  stream cancels it too, except in the background. Streams cannot be resumed.",
+    "- Reasoning is an item with its text (`reasoning_text`), never encrypted, and may come back",
+    "  so. `reasoning.effort` and summaries are refused. `instructions` count for one response.",
+)
+
+_MESSAGES_NOTES = (
+    "- In `/v1/messages` an assistant's last turn is continued; a block's `cache_control` is",
+    "  a hint: every prefix is cached.",
+    "- `thinking` of type `adaptive` shows what the model thinks, in blocks without a signature;",
+    "  `enabled` is refused, since nothing keeps a model to a budget.",
+    '- A `tool_result` with `is_error` begins with "Error: " in the prompt.',
+)
+
+_LIMITS_NOTES = (
+    '- `/admin/drain` with `{"replica": ID}` keeps new requests from one engine replica; without a',
+    "  body, from the whole service, which answers 503 and is not ready. What was accepted runs",
+    "  on: the answer tells how much does, and may be asked for again. `/admin/resume` ends it,",
+    "  and so does a restart of the router.",
+    "- Where `ingress.limits` are set, answers carry OpenAI's `x-ratelimit-*` headers, and a key",
+    "  that has used up its minute gets 429 with `Retry-After`. Before it runs, a request is worth",
+    "  a quarter of its bytes and its `max_tokens`; the difference is settled when it has ended.",
+    "- A prompt that the operator's filter refuses gets 400 with the code `content_filter`; an",
+    "  answer ends with that finish reason (`refusal` in Messages), before what was refused.",
 )
 
 _REFERENCE = "#/components/schemas/{model}"
@@ -181,9 +251,11 @@ def _operation(endpoint: Endpoint) -> dict[str, Any]:
             "default": {"description": "An error", "content": {"application/json": {}}},
         },
     }
-    if "{model_id}" in endpoint.path:
-        name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
-        operation["parameters"] = [name]
+    if names := re.findall(r"{(\w+)}", endpoint.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
     if endpoint.schema is not None:
         reference = {"$ref": _REFERENCE.format(model=endpoint.schema.__name__)}
         operation["requestBody"] = {
@@ -216,6 +288,7 @@ def _lines() -> Iterator[str]:
     yield ""
     yield from _parameters("Completions", CompletionRequest, COMPLETION_PARAMETERS)
     yield from _parameters("Chat completions", ChatRequest, CHAT_PARAMETERS)
+    yield from _parameters("Responses", ResponsesRequest, RESPONSES_PARAMETERS)
     yield from _parameters("Messages (Anthropic)", MessagesRequest, ANTHROPIC_PARAMETERS)
     yield from _parameters("Score", ScoreRequest, {})
     yield "## What differs from others"
@@ -234,8 +307,9 @@ def _lines() -> Iterator[str]:
     yield "  from the prefix cache (of `/v1/score` the prompt does, the continuations do not)."
     yield from _STRUCTURE_NOTES
     yield from _TOOL_NOTES
-    yield "- In `/v1/messages` an assistant's last turn is continued; a block's `cache_control` is"
-    yield "  a hint: every prefix is cached."
+    yield from _RESPONSES_NOTES
+    yield from _MESSAGES_NOTES
+    yield from _LIMITS_NOTES
 
 
 def _parameters(

@@ -216,7 +216,8 @@ class RequestIdMiddleware:
     """Gives every request an id: the client's `X-Request-Id` where it is printable, else a new one.
 
     Found by handlers as `request.state.request_id`. Ray Serve's own proxy layer echoes the header;
-    where there is none, this does (`echo`).
+    where there is none, this does (`echo`). Headers that a handler puts into its request's
+    `state.headers` go with the answer, whoever writes it.
     """
 
     def __init__(self, app: ASGIApp, *, echo: bool) -> None:
@@ -231,20 +232,25 @@ class RequestIdMiddleware:
         request_id = Headers(scope=scope).get("x-request-id", "")
         if not _SAFE_REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        scope.setdefault("state", {})["request_id"] = request_id
+        state = scope.setdefault("state", {})
+        state["request_id"] = request_id
 
-        async def send_with_id(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers.update(state.get("headers", {}))
+                if self._echo:
+                    headers["X-Request-Id"] = request_id
             await send(message)
 
-        await self._app(scope, receive, send_with_id if self._echo else send)
+        await self._app(scope, receive, send_with_headers)
 
 
 class AuthMiddleware:
     """Asks for an API key on every path but the probes', and for an admin's key on /admin.
 
-    Neither key stands for the other. Without admin keys /admin is closed to everybody.
+    Neither key stands for the other. Without admin keys /admin is closed to everybody. Handlers
+    find whose key it was in the state's `key_digest`; None where no key is asked for.
     """
 
     def __init__(
@@ -264,10 +270,13 @@ class AuthMiddleware:
                 authorization = b"Bearer " + headers[b"x-api-key"]
             try:
                 is_admin = _path(scope).startswith("/admin/")
-                check_key(authorization, self._admin_key_hashes if is_admin else self._key_hashes)
+                digest = check_key(
+                    authorization, self._admin_key_hashes if is_admin else self._key_hashes
+                )
             except AuthenticationError as error:
                 await error_response(error, scope)(scope, receive, send)
                 return
+            scope.setdefault("state", {})["key_digest"] = digest
         await self._app(scope, receive, send)
 
 

@@ -10,13 +10,14 @@ import hashlib
 import hmac
 import ipaddress
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from app.errors import ConfigError
 from replicas.errors import AuthenticationError
 
 _HEX_DIGEST = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 def hash_key(key: bytes) -> str:
@@ -25,15 +26,21 @@ def hash_key(key: bytes) -> str:
 
 
 def load_key_hashes(hashes: Iterable[str], path: Path | None) -> frozenset[str]:
-    """Collect the digests of all accepted keys.
+    """Collect the digests of all accepted keys; arguments and errors as in `load_keys`."""
+    return frozenset(load_keys(hashes, path))
+
+
+def load_keys(hashes: Iterable[str], path: Path | None) -> dict[str, str]:
+    """Collect the digests of all accepted keys, each with its name.
 
     Args:
         hashes: digests from the config, with or without a `sha256:` prefix.
-        path: a file with one entry a line, or None: `sha256:<digest>`, or a key in clear text.
-            Blank lines and lines that start with `#` do not count.
+        path: a file with one entry a line, or None: `sha256:<digest>`, or a key in clear text,
+            then perhaps a space and the key's name. Several keys may share one. Blank lines and
+            lines that start with `#` do not count.
 
     Raises:
-        ConfigError: a digest is malformed, or the file is unreadable or holds no key.
+        ConfigError: a digest or a name is malformed, or the file is unreadable or holds no key.
     """
     entries = [entry if entry.startswith("sha256:") else f"sha256:{entry}" for entry in hashes]
     if path is not None:
@@ -45,7 +52,24 @@ def load_key_hashes(hashes: Iterable[str], path: Path | None) -> frozenset[str]:
         if not from_file:
             raise ConfigError(f"api_keys_file: {path} holds no key")
         entries += from_file
-    return frozenset(_digest_of(entry) for entry in entries)
+    named = [entry.split(maxsplit=1) for entry in entries]
+    digests = [_digest_of(entry[0]) for entry in named]
+    names = [_checked_name(entry[1]) if len(entry) == 2 else "" for entry in named]
+    return {d: name or default_name(d) for d, name in zip(digests, names, strict=True)}
+
+
+def default_name(digest: str) -> str:
+    """Name a key that was given no name."""
+    return f"key-{digest[:8]}"
+
+
+def _checked_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            "api key name: expected 1 to 64 letters, digits, '-', '_' or '.' behind the key, got "
+            f"{len(name)} characters that are not"
+        )
+    return name
 
 
 def _digest_of(entry: str) -> str:
@@ -60,17 +84,18 @@ def _digest_of(entry: str) -> str:
     return digest
 
 
-def check_key(authorization: bytes | None, key_hashes: frozenset[str]) -> None:
-    """Accept or refuse the value of an Authorization header.
+def check_key(authorization: bytes | None, key_hashes: Collection[str]) -> str | None:
+    """Accept or refuse the value of an Authorization header; return the digest of its key.
 
-    With no keys configured everybody is accepted. Every configured digest is compared, each in
-    constant time, so the answer's timing tells nothing about which of them came close.
+    With no keys configured everybody is accepted, and it is None. Every configured digest is
+    compared, each in constant time, so the answer's timing tells nothing about which of them came
+    close.
 
     Raises:
         AuthenticationError: no key, a malformed header, or a key that is not ours.
     """
     if not key_hashes:
-        return
+        return None
     scheme, _, key = (authorization or b"").partition(b" ")
     key = key.strip()
     if scheme.lower() != b"bearer" or not key:
@@ -81,6 +106,7 @@ def check_key(authorization: bytes | None, key_hashes: frozenset[str]) -> None:
     matches = [hmac.compare_digest(digest, known) for known in key_hashes]
     if not any(matches):
         raise AuthenticationError("the API key is not one of this server's keys")
+    return digest
 
 
 def is_loopback(host: str) -> bool:

@@ -18,10 +18,12 @@ from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivat
 from app.auth import check_exposure
 from app.autoscaling.serve_policy import serve_autoscaling
 from app.deploy_check import check_deployable
+from app.errors import ConfigError
 from app.ingress import Ingress
 from app.router.deployment import RouterDeployment
 from app.router.pinned import PinnedRequestRouter
 from app.settings import parse_settings, pin_version
+from app.shared_state import SharedState
 from replicas.deployment import EngineDeployment
 
 logger = logging.getLogger("ray.serve")
@@ -37,7 +39,7 @@ _DRAIN_POLL_S = 0.2
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Bind Ingress -> Router -> Engine.
+    """Bind Ingress -> Router -> Engine, and Ingress -> SharedState.
 
     Raises:
         ConfigError: a setting is wrong; the message lists what and why.
@@ -54,6 +56,11 @@ def build(args: dict[str, Any]) -> serve.Application:
         can_grow=settings.replicas.autoscaling is not None
         or any(NODE_GROUP_LABEL in node["Labels"] for node in nodes),
     )
+    if not settings.ingress.key_hashes and _serves_grpc():
+        raise ConfigError(
+            "grpc_options: Serve's gRPC servers listen on all interfaces, so they need API keys: "
+            "set ingress.api_keys_file or ingress.api_key_hashes"
+        )
     logger.info("application settings: %s", settings)
     replicas = settings.replicas
     options: dict[str, Any] = {
@@ -80,12 +87,13 @@ def build(args: dict[str, Any]) -> serve.Application:
     router = _deployment(RouterDeployment, "Router", **light).bind(
         engine, settings.router, tracing=settings.tracing, autoscaling=replicas.autoscaling
     )
+    shared = _deployment(SharedState, "SharedState", **light).bind(settings.shared_state)
     return _deployment(
         _untyped_serve.ingress()(Ingress),
         "Ingress",
         num_replicas=settings.num_ingress_replicas,
         **light,
-    ).bind(router, settings.ingress, tracing=settings.tracing)
+    ).bind(router, settings.ingress, shared, tracing=settings.tracing)
 
 
 def _deployment(cls: type, name: str, **options: Any) -> Any:
@@ -102,6 +110,18 @@ def _request_router_config() -> RequestRouterConfig:
 def _nodes() -> list[dict[str, Any]]:
     """Return what Ray knows of its nodes; none where there is no cluster."""
     return ray.nodes() if ray.is_initialized() else []
+
+
+def _serves_grpc() -> bool:
+    """Whether the Serve that is running has gRPC servers."""
+    if not ray.is_initialized():
+        return False
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is None:
+        return False
+    controller: Any = client._controller  # pyright: ignore[reportPrivateUsage]
+    options: Any = ray.get(controller.get_grpc_config.remote())
+    return bool(options.grpc_servicer_functions)
 
 
 def _listening_host() -> str | None:

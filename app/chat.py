@@ -19,7 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from app.openai_schema import ChatMessage
+from app.chat_message import ChatMessage
 from app.template_probe import TEMPLATE_ERRORS, probe_tools
 from app.tool_calls.schema import Tool
 from replicas.errors import InvalidRequest

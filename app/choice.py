@@ -39,6 +39,14 @@ class Piece(NamedTuple):
     logprobs: TokenLogprobs | None
     message: MessageDelta | None = None
 
+    @property
+    def shown(self) -> str:
+        """All its text: reasoning, content, and calls."""
+        if self.message is None:
+            return self.text
+        calls = (f"{call.name}{call.arguments}" for call in self.message.tool_calls)
+        return "".join((self.message.reasoning, self.text, *calls))
+
 
 class Choice:
     """The state of one output sequence.
@@ -53,10 +61,11 @@ class Choice:
         num_reasoning_tokens: how many of them are reasoning.
         num_cached_tokens: prompt tokens found in the prefix cache; None until the engine says so
             with its last delta, which never comes after a stop string.
-        finish_reason: "stop", "length" or "tool_calls" once the output has ended.
+        finish_reason: "stop", "length", "tool_calls" or "content_filter" once the output has ended.
         stop_string: the stop string that ended it, or None.
         stop_token_id: the token that ended it, or None.
         prompt_logprobs: of the prompt, from position 1; complete with the first output token.
+        shown: all that was given out of it, where somebody keeps it there.
     """
 
     __slots__ = (
@@ -75,6 +84,7 @@ class Choice:
         "prompt_token_ids",
         "request_id",
         "sampling",
+        "shown",
         "stop_token_id",
     )
 
@@ -115,6 +125,7 @@ class Choice:
         self.num_reasoning_tokens = 0
         self.num_cached_tokens: int | None = None
         self.finish_reason: str | None = None
+        self.shown = ""
         self._detokenizer = detokenizer
         self.stop_token_id: int | None = None
         self.prompt_logprobs = LogprobBuffer()

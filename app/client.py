@@ -259,6 +259,18 @@ class LLMClient:
             raise _serving_error(error) from error
         return cast("list[ProfileResult | ServingError]", answers)
 
+    async def drain(self, replica_id: str | None, *, is_drained: bool) -> ServiceStatus:
+        """See `RouterDeployment.drain`.
+
+        Raises:
+            ServingError: the router cannot be reached.
+        """
+        response = contextvars.Context().run(self._method("drain").remote, replica_id, is_drained)
+        try:
+            return cast(ServiceStatus, await cast("DeploymentResponse[Any]", response))
+        except Exception as error:
+            raise _serving_error(error) from error
+
     async def close(self) -> None:
         """Stop receiving; requests that are running are aborted and end with an EngineError."""
         sink, self._sink = self._sink, None

@@ -7,13 +7,12 @@ completion is made. Invariant: an answer that has begun ends with its last event
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
 from app.asgi import (
     ClientDisconnected,
@@ -25,14 +24,14 @@ from app.asgi import (
 from app.choice import Choice, Piece
 from app.completion_service import CompletionService
 from app.demands import read_demands
+from app.exchange import Edge, Exchange
 from app.generation import Generation
-from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
+from app.http_exchange import CountedResponse
+from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
-from app.metrics import IngressMetrics
 from app.openai_response import DONE, StreamFormat
-from app.openai_schema import parse_json
+from app.schema_faults import parse_json
 from replicas.errors import ServingError
-from replicas.tracing import Tracing
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.
 logger = logging.getLogger("ray.serve")
@@ -54,9 +53,8 @@ class CompletionEndpoint:
         plan: Plan,
         service: CompletionService,
         config: IngressConfig,
-        metrics: IngressMetrics,
+        edge: Edge,
         *,
-        tracing: Tracing | None = None,
         done: bytes = DONE,
         error_event: Callable[[ServingError, str], bytes] | None = None,
     ) -> None:
@@ -66,35 +64,32 @@ class CompletionEndpoint:
             plan: turns a body into a generation.
             service: runs it.
             config: limits.
-            metrics: counts the requests.
-            tracing: makes a span of each completion; None: of none.
+            edge: what requests pass on their way in and out.
             done: ends every stream.
             error_event: how an error of a request looks that ends one; None: OpenAI's way.
         """
-        self._tracing = tracing
         self._done = done
         self._error_event = error_event
         self._plan = plan
         self._service = service
         self._config = config
-        self._metrics = metrics
+        self._edge = edge
 
     async def handle(self, request: Request) -> Response:
         """Answer one request, whole or as a stream."""
-        return CountedResponse(self._answer, request, self._metrics, self._tracing)
+        return CountedResponse(self._answer, request, self._edge)
 
-    async def _answer(self, request: Request, send: Send, trace: HttpTrace | None) -> int:
+    async def _answer(self, request: Request, send: Send, exchange: Exchange) -> int:
         """Write the whole answer; return its status."""
         try:
             demands = read_demands(request.headers)
-            body = await read_body(request, max_bytes=self._config.max_body_bytes)
+            raw = await read_body(request, max_bytes=self._config.max_body_bytes)
             async with cancel_on_disconnect(request.receive):
-                generation = await self._plan(parse_json(body))
+                body = parse_json(raw)
+                await exchange.admit(body, num_bytes=len(raw))
+                generation = await self._plan(body)
                 generation.demands = demands
-                if trace is None:
-                    generation.traceparent = request.headers.get("traceparent")
-                else:
-                    generation.traceparent = trace.planned(generation)
+                exchange.planned(generation, request.headers.get("traceparent"))
                 if generation.params.stream:
                     return await self._stream(generation, send, request.state.request_id)
                 outputs = await self._service.collect(generation)
@@ -169,42 +164,3 @@ def _chunk(
     if piece.message is None:
         return chunks.text(index, piece.text, piece.token_ids, logprobs)
     return chunks.message(index, piece.message, piece.token_ids, logprobs)
-
-
-class CountedResponse(Response):
-    """Runs an answer when Starlette calls it, counts it when it has ended, and makes its span."""
-
-    def __init__(
-        self,
-        answer: Callable[[Request, Send, HttpTrace | None], Awaitable[int]],
-        request: Request,
-        metrics: IngressMetrics,
-        tracing: Tracing | None = None,
-    ) -> None:
-        super().__init__()
-        self._answer = answer
-        self._request = request
-        self._metrics = metrics
-        self._tracing = tracing
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, and count it however it ends."""
-        start_s = time.perf_counter()
-        status = CLIENT_CLOSED_REQUEST  # stands if the server around us cancels: the client left
-        error: Exception | None = None
-        trace = None if self._tracing is None else HttpTrace(self._tracing, self._request)
-        self._metrics.in_progress.inc()
-        try:
-            status = await self._answer(self._request, send, trace)
-        except ServingError as failure:
-            status, error = failure.status, failure
-            raise
-        except Exception as failure:
-            status, error = 500, failure
-            raise
-        finally:
-            self._metrics.in_progress.dec()
-            duration_s = time.perf_counter() - start_s
-            self._metrics.request_ended(scope["path"], status, duration_s)
-            if trace is not None:
-                trace.ended(status, error)

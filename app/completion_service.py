@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from app.choice import Choice, Piece
+from app.content_filter import ContentFilter
 from app.generation import Generation
 from app.generation_config import SamplingDefaults
 from app.grammar_checker import GrammarChecker
@@ -31,25 +32,20 @@ from app.openai_schema import (
     parse_request,
 )
 from app.output_grammar import NO_FRAME, Constraint, Frame, write_grammar
+from app.prompts import Prompts, check_token_id
 from app.structured_schema import Demand
-from app.token_client import TokenClient
+from app.token_client import TokenClient, not_ready, status_soon
 from app.tokenizer import Tokenizer
 from app.tool_calls.guided import guided_calls, message_frame
 from app.tool_calls.reader import MessageFormat, MessageReader
 from replicas.errors import (
     ContextLengthExceeded,
-    EngineNotReady,
     InvalidRequest,
     ModelNotFound,
     ServingError,
 )
 from replicas.frames import LogprobBuffer
-from replicas.wire import MAX_BAD_WORD_TOKENS, ModelInfo, SamplingParams
-
-_MAX_TRUNCATED = 16
-"""Times the context that a prompt may have before it is cut."""
-# A router that has not started yet does not answer.
-_STATUS_TIMEOUT_S = 1.5
+from replicas.wire import ModelInfo, SamplingParams
 
 # Called with a choice, and its new text and tokens.
 Emit = Callable[[Choice, Piece], Awaitable[None]]
@@ -65,10 +61,14 @@ class CompletionService:
         config: IngressConfig,
         metrics: IngressMetrics,
         defaults: SamplingDefaults | None = None,
+        *,
+        content_filter: ContentFilter | None = None,
     ) -> None:
         self.defaults = defaults or SamplingDefaults()
+        self._filter = content_filter
         self._client = client
         self._tokenizer = tokenizer
+        self.prompts = Prompts(tokenizer)
         self._config = config
         self._metrics = metrics
         self._model_info: ModelInfo | None = None
@@ -88,15 +88,11 @@ class CompletionService:
             EngineNotReady: no replica has finished its warm-up yet.
         """
         if self._model_info is None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                    self._model_info = (await self._client.status()).model_info
+            self._model_info = (await status_soon(self._client)).model_info
             if self._model_info is not None and self._model_info.takes_grammars:
                 self._grammars.start(self._model_info)
         if self._model_info is None:
-            raise EngineNotReady(
-                "the model is still loading; /ready tells when it can answer", retry_after_s=5
-            )
+            raise not_ready()
         return self._model_info
 
     async def plan_completion(self, body: dict[str, Any]) -> Generation:
@@ -109,7 +105,13 @@ class CompletionService:
         request = parse_request(CompletionRequest, body)
         info = await self._check_common(request)
         self._check_num_choices(len(request.prompt), request.n)
-        prompts = [await self._encode(prompt, request, info) for prompt in request.prompt]
+        prompts = [
+            await self.prompts.encode_prompt(prompt, request, info) for prompt in request.prompt
+        ]
+        if self._filter is not None:
+            for prompt in prompts:
+                text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+                await self._filter.check_input(text, param="prompt")
         is_explicit = "max_tokens" in request.model_fields_set
         limits = [
             _output_limit(len(prompt), max(1, request.max_tokens), info, is_explicit=is_explicit)
@@ -138,6 +140,8 @@ class CompletionService:
         info = await self._check_common(request)
         self._check_num_choices(1, request.n)
         text, prompt = await self.render_chat(request, info)
+        if self._filter is not None:
+            await self._filter.check_input(text, param="messages")
         wanted = request.max_output_tokens
         limit = _output_limit(
             len(prompt),
@@ -227,7 +231,7 @@ class CompletionService:
             ServingError: the chat does not fit.
         """
         text = self._chat_text(request)
-        return text, await self._encode_text(text, request, info, add_special_tokens=False)
+        return text, await self.prompts.encode_text(text, request, info, add_special_tokens=False)
 
     def _chat_text(self, request: ChatRequest) -> str:
         template = self._tokenizer.chat_template
@@ -307,7 +311,7 @@ class CompletionService:
                 else:
                     metrics.inter_token_latency.observe(now_s - last_s)
                 last_s = now_s
-                piece = choice.feed(delta)
+                piece = await self._screened(generation, choice, choice.feed(delta))
                 metrics.output_tokens.inc(len(piece.token_ids))
                 await emit(choice, piece)
                 if choice.finish_reason is not None:
@@ -316,40 +320,16 @@ class CompletionService:
                         metrics.time_per_output_token.observe(per_token_s)
                     return
 
-    async def encode(
-        self, text: str | Sequence[int], info: ModelInfo, *, add_special_tokens: bool
-    ) -> Sequence[int]:
-        """Encode a text; token ids are checked and returned.
-
-        Raises:
-            ServingError: there are more tokens than a request may have, or one is out of range.
-        """
-        if isinstance(text, str):
-            return await self._tokenizer.encode_within(
-                text,
-                max_tokens=info.max_request_tokens,
-                add_special_tokens=add_special_tokens,
-            )
-        if len(text) > info.max_request_tokens:
-            raise ContextLengthExceeded(
-                f"{len(text)} tokens, at most {info.max_request_tokens} are possible"
-            )
-        for token_id in text:
-            _check_token_id(token_id, info, param="prompt")
-        return text
-
-    async def decode(self, token_ids: Sequence[int]) -> str:
-        """Decode ids, special tokens included.
-
-        Raises:
-            ServingError: an id is out of range, or there are more than a request may have.
-        """
-        await self.encode(token_ids, await self.model_info(), add_special_tokens=False)
-        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def token_strings(self, token_ids: Sequence[int]) -> list[str]:
-        """The vocabulary's own names of tokens."""
-        return self._tokenizer.token_strings(token_ids)
+    async def _screened(self, generation: Generation, choice: Choice, piece: Piece) -> Piece:
+        """Keep what is shown, where it is kept, and end a choice that the filter refuses."""
+        if (self._filter is None and not generation.keeps_text) or not (new := piece.shown):
+            return piece
+        shown = choice.shown + new
+        if self._filter is not None and await self._filter.refuses_output(shown):
+            choice.finish_reason = "content_filter"
+            return Piece("", (), None)
+        choice.shown = shown
+        return piece
 
     async def score(
         self, prompt: Sequence[int], continuation: Sequence[int], *, cache_salt: str
@@ -410,7 +390,7 @@ class CompletionService:
             ("logit_bias", [token_id for token_id, _ in request.logit_bias]),
         ):
             for token_id in token_ids:
-                _check_token_id(token_id, info, param=param)
+                check_token_id(token_id, info, param=param)
         return info
 
     def _check_num_choices(self, num_prompts: int, n: int) -> None:
@@ -420,56 +400,6 @@ class CompletionService:
                 f"have at most {self._config.max_choices}",
                 param="prompt" if num_prompts > 1 else "n",
             )
-
-    async def _encode(
-        self, prompt: str | tuple[int, ...], request: CompletionRequest, info: ModelInfo
-    ) -> Sequence[int]:
-        if isinstance(prompt, str):
-            token_ids = await self._encode_text(
-                prompt, request, info, add_special_tokens=request.add_special_tokens
-            )
-            if not token_ids:
-                raise InvalidRequest(
-                    "the prompt is empty; it needs at least one token", param="prompt"
-                )
-            return token_ids
-        max_tokens = info.max_request_tokens - 1
-        kept = _truncated(prompt, request, max_tokens)
-        if len(kept) > max_tokens:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(kept)} tokens; at most {max_tokens} leave room for an answer",
-                param="prompt",
-            )
-        _check_token_id(max(kept), info, param="prompt")
-        return kept
-
-    async def _encode_text(
-        self, text: str, request: GenerationParams, info: ModelInfo, *, add_special_tokens: bool
-    ) -> Sequence[int]:
-        max_tokens = info.max_request_tokens - 1
-        is_cut = request.truncate_prompt_tokens is not None
-        token_ids = await self._tokenizer.encode_within(
-            text,
-            # What is cut off may be long, but not without a limit.
-            max_tokens=_MAX_TRUNCATED * max_tokens if is_cut else max_tokens,
-            add_special_tokens=add_special_tokens,
-        )
-        return _truncated(token_ids, request, max_tokens)
-
-    def _bad_words(self, request: GenerationParams) -> tuple[tuple[int, ...], ...]:
-        """Token sequences of the bad words, as they begin a word and as they do not."""
-        sequences: dict[tuple[int, ...], None] = {}
-        for word in request.bad_words:
-            for text in (word.lstrip(), " " + word.lstrip()):
-                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-                if not 1 <= len(token_ids) <= MAX_BAD_WORD_TOKENS:
-                    raise InvalidRequest(
-                        f"bad_words: {text!r} has {len(token_ids)} tokens; at most "
-                        f"{MAX_BAD_WORD_TOKENS} are possible",
-                        param="bad_words",
-                    )
-                sequences[token_ids] = None
-        return tuple(sequences)
 
     def _generation(
         self,
@@ -485,7 +415,7 @@ class CompletionService:
     ) -> Generation:
         response_id = f"{kind}-{uuid.uuid4().hex}"
         seed = secrets.randbits(64) if request.seed is None else request.seed
-        bad_words = self._bad_words(request)
+        bad_words = self.prompts.bad_words(request)
         for limit in limits:
             if request.min_tokens > limit:
                 raise InvalidRequest(
@@ -530,19 +460,6 @@ class CompletionService:
         )
 
 
-def _truncated(
-    token_ids: Sequence[int], request: GenerationParams, max_tokens: int
-) -> Sequence[int]:
-    """Cut a prompt down to what the request allows of it."""
-    count = request.truncate_prompt_tokens
-    if count is None:
-        return token_ids
-    count = max_tokens if count == -1 else count
-    if len(token_ids) <= count:
-        return token_ids
-    return token_ids[:count] if request.truncation_side == "right" else token_ids[-count:]
-
-
 def _output_limit(
     num_prompt_tokens: int, wanted: int, info: ModelInfo, *, is_explicit: bool
 ) -> int:
@@ -560,15 +477,6 @@ def _output_limit(
             param="max_tokens",
         )
     return min(wanted, room)
-
-
-def _check_token_id(token_id: int, info: ModelInfo, *, param: str) -> None:
-    if token_id >= info.vocab_size:
-        raise InvalidRequest(
-            f"token id {token_id} is out of range: the vocabulary has ids 0 to "
-            f"{info.vocab_size - 1}",
-            param=param,
-        )
 
 
 def first_leaf(group: BaseExceptionGroup[ServingError]) -> ServingError:

@@ -45,6 +45,7 @@ class Generation:
         traceparent: W3C trace context of the request, or None.
         demands: how soon and how fast the client wants it.
         first_token_s: seconds from its arrival to the first token of any choice, or None.
+        keeps_text: the choices have to keep what they showed.
     """
 
     header: ResponseHeader
@@ -56,6 +57,7 @@ class Generation:
     traceparent: str | None = None
     demands: Demands = NO_DEMANDS
     first_token_s: float | None = None
+    keeps_text: bool = False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -78,6 +80,10 @@ class Generation:
             return text, None
         entries = [None, *(choice.prompt_logprobs.since(0) or ())]
         return text, logprobs.render(choice.prompt_token_ids, entries)
+
+    def texts(self) -> list[str] | None:
+        """What each choice has shown so far, where that is kept."""
+        return [choice.shown for choice in self.choices] if self.keeps_text else None
 
     def usage(self) -> Usage:
         """Return the tokens of all choices so far."""

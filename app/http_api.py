@@ -15,14 +15,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from app.admin_endpoints import AdminEndpoints
 from app.anthropic_errors import messages_error_event
 from app.anthropic_response import MessagesPlanner
 from app.asgi import AuthMiddleware, RequestIdMiddleware, error_response, log_error
 from app.completion_endpoint import CompletionEndpoint
 from app.completion_service import CompletionService
 from app.errors import MethodNotAllowed, PathNotFound
+from app.exchange import Edge
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
+from app.responses.endpoint import ResponsesEndpoint
+from app.responses.stored import StoredResponses
+from app.shared_state import SharedState
 from app.system_endpoints import SystemEndpoints
 from app.text_endpoints import TextEndpoints
 from app.token_client import TokenClient
@@ -40,6 +45,7 @@ def create_app(
     metrics: IngressMetrics,
     *,
     tracing: Tracing | None = None,
+    edge: Edge | None = None,
     echo_request_id: bool,
 ) -> Starlette:
     """Build the ASGI app.
@@ -49,24 +55,27 @@ def create_app(
         client: asked for the replicas' state by the probes and metrics.
         config: limits and keys.
         metrics: counts the requests.
-        tracing: makes a span of each completion; None: of none.
+        tracing: makes a span of each completion; None: of none. Counts without `edge` only.
+        edge: what requests pass on their way in and out; None: one that shares its state with
+            nobody.
         echo_request_id: answer with `X-Request-Id`; Serve does so itself.
     """
-    completions = CompletionEndpoint(
-        service.plan_completion, service, config, metrics, tracing=tracing
-    )
-    chat = CompletionEndpoint(service.plan_chat, service, config, metrics, tracing=tracing)
+    edge = edge or Edge(config, metrics, SharedState(), tracing=tracing)
+    completions = CompletionEndpoint(service.plan_completion, service, config, edge)
+    chat = CompletionEndpoint(service.plan_chat, service, config, edge)
     system = SystemEndpoints(service, client, config, metrics)
     messages = CompletionEndpoint(
         MessagesPlanner(service).plan,
         service,
         config,
-        metrics,
-        tracing=tracing,
+        edge,
         done=b"",
         error_event=messages_error_event,
     )
-    text = TextEndpoints(service, config, metrics)
+    text = TextEndpoints(service, config, edge)
+    responses = ResponsesEndpoint(service, config, edge)
+    stored = StoredResponses(edge)
+    admin = AdminEndpoints(client)
     app = Starlette(
         routes=[
             Route("/v1/completions", completions.handle, methods=["POST"]),
@@ -74,13 +83,20 @@ def create_app(
             Route("/v1/chat/completions/render", text.render_chat, methods=["POST"]),
             Route("/v1/messages", messages.handle, methods=["POST"]),
             Route("/v1/messages/count_tokens", text.count_tokens, methods=["POST"]),
+            Route("/v1/responses", responses.create, methods=["POST"]),
+            Route("/v1/responses/{response_id}", stored.retrieve, methods=["GET"]),
+            Route("/v1/responses/{response_id}", stored.delete, methods=["DELETE"]),
+            Route("/v1/responses/{response_id}/cancel", stored.cancel, methods=["POST"]),
+            Route("/v1/responses/{response_id}/input_items", stored.list_input_items),
             Route("/v1/score", text.score, methods=["POST"]),
             Route("/tokenize", text.tokenize, methods=["POST"]),
             Route("/detokenize", text.detokenize, methods=["POST"]),
             Route("/v1/models", system.list_models),
             Route("/v1/models/{model_id:path}", system.get_model),
-            Route("/admin/reset_prefix_cache", system.reset_prefix_cache, methods=["POST"]),
-            Route("/admin/profile", system.profile, methods=["POST"]),
+            Route("/admin/reset_prefix_cache", admin.reset_prefix_cache, methods=["POST"]),
+            Route("/admin/profile", admin.profile, methods=["POST"]),
+            Route("/admin/drain", admin.drain, methods=["POST"]),
+            Route("/admin/resume", admin.resume, methods=["POST"]),
             Route("/openapi.json", system.openapi),
             Route("/health", system.health),
             Route("/ready", system.ready),

@@ -7,32 +7,44 @@ deployments by handle. Invariant: it holds no state that another ingress replica
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any, override
+from typing import Any, Final, override
 
 from ray import serve
+from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
-from app.choice import Choice, Piece
 from app.client import LLMClient
+from app.coalesced import stream_items
 from app.completion_service import CompletionService
+from app.content_filter import ContentFilter, load_check
 from app.errors import ConfigError
+from app.exchange import Edge
 from app.generation_config import load_sampling_defaults
+from app.grpc import generation_pb2 as pb
+from app.grpc.endpoint import GrpcEndpoint, error_chunk
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
 from app.light_settings import apply_ingress_settings
 from app.metrics import IngressMetrics
+from app.shared_state import SharedStateHandle
 from app.tokenizer import Tokenizer
 from replicas.config import TracingConfig
-from replicas.errors import InvalidRequest
+from replicas.errors import ServingError
 from replicas.model_files.fetch import fetch_model
 from replicas.tracing import start_tracing
 
 logger = logging.getLogger("ray.serve")
+
+_untyped_serve: Final[Any] = serve
+
+CANCEL_TIMEOUT_S = 5.0
+"""How long the other ingress replicas have to say whether they cancelled a request."""
 
 
 class Ingress:
@@ -42,6 +54,7 @@ class Ingress:
         self,
         router: DeploymentHandle[Any],
         config: IngressConfig,
+        shared: DeploymentHandle[Any],
         *,
         tracing: TracingConfig | None = None,
     ) -> None:
@@ -50,10 +63,10 @@ class Ingress:
         Args:
             router: handle of the RouterDeployment.
             config: limits and keys.
+            shared: handle of the SharedState.
             tracing: where the spans of HTTP requests go; None: nowhere.
         """
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._args = config
         self._is_configured = False
         self._client = LLMClient(router)
         self._metrics = IngressMetrics(replica_id)
@@ -61,10 +74,15 @@ class Ingress:
             tracing or TracingConfig(), service="ingress", instance=replica_id
         )
         directory = fetch_model(config.model_dir, "tokenizer", cache=config.model_cache)
+        self._args = config = dataclasses.replace(config, model_dir=str(directory))
         self._tokenizer = Tokenizer.load(directory)
         self._defaults = load_sampling_defaults(directory)
+        check = config.content_filter
+        self._filter = None if check is None else ContentFilter(load_check(check))
+        self._edge = Edge(config, self._metrics, SharedStateHandle(shared), tracing=self._tracing)
         self._service, app = self._assemble(config)
         self._app = _CurrentApp(app)
+        self._grpc = GrpcEndpoint(self._service, config, self._edge)
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Give Serve the HTTP side; Serve itself echoes X-Request-Id."""
@@ -87,20 +105,27 @@ class Ingress:
             logger.error("user_config of the ingress is not used: %s", error)
             return
         self._is_configured = True
+        self._edge.config = config
         self._service, self._app.current = self._assemble(config)
+        self._grpc.reconfigure(self._service, config)
         logger.info("the ingress' settings are now %s", config)
 
     def _assemble(self, config: IngressConfig) -> tuple[CompletionService, Starlette]:
         """Build what holds the configuration over what outlives it."""
         service = CompletionService(
-            self._client, self._tokenizer, config, self._metrics, self._defaults
+            self._client,
+            self._tokenizer,
+            config,
+            self._metrics,
+            self._defaults,
+            content_filter=self._filter,
         )
         app = create_app(
             service,
             self._client,
             config,
             self._metrics,
-            tracing=self._tracing,
+            edge=self._edge,
             echo_request_id=False,
         )
         return service, app
@@ -115,34 +140,63 @@ class Ingress:
             body: as for POST /v1/completions, or /v1/chat/completions where it has `messages`.
 
         Yields:
-            Items with `index`, `text`, `token_ids` and `finish_reason` (None until the choice's
-            last item), where there are any `reasoning_content` and `tool_calls` (each with
-            `index`, `id`, `name` and `arguments`), then one with `usage`.
+            See `app.coalesced.stream_items`.
 
         Raises:
             ServingError: the request is refused or fails.
         """
         plan = self._service.plan_chat if "messages" in body else self._service.plan_completion
-        generation = await plan(body)
-        if generation.echoes or generation.choices[0].sampling.prompt_logprobs is not None:
-            raise InvalidRequest("'echo' and 'prompt_logprobs' are for HTTP", param="echo")
-        if generation.wants_logprobs:
-            raise InvalidRequest("'logprobs' are for HTTP", param="logprobs")
-        mailbox = _Mailbox()
-        run = asyncio.create_task(self._service.run(generation, mailbox.put))
-        run.add_done_callback(mailbox.close)
+        items = stream_items(self._service, await plan(body))
+        async with contextlib.aclosing(items):
+            async for item in items:
+                yield item
+
+    async def Generate(
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> pb.GenerateResponse:
+        """Answer a gRPC call as a whole."""
         try:
-            while items := await mailbox.take():
-                for item in items:
-                    yield item
-            await run
-            yield {"usage": generation.usage().as_json()}
-        finally:
-            run.cancel()
-            await asyncio.wait((run,))
+            return await self._grpc.generate(request, grpc_context)
+        except ServingError:
+            # Serve would drop the trailing metadata if this were raised. The status is in the
+            # context, and a message with another status than OK is not sent.
+            return pb.GenerateResponse()
+
+    async def Stream(
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateChunk]:
+        """Answer a gRPC call in pieces."""
+        chunks = self._grpc.stream(request, grpc_context)
+        async with contextlib.aclosing(chunks):
+            try:
+                async for chunk in chunks:
+                    yield chunk
+            except ServingError as error:  # as in Generate, but for the last message
+                yield error_chunk(error)
+
+    async def Cancel(
+        self, request: pb.CancelRequest, grpc_context: RayServegRPCContext
+    ) -> pb.CancelResponse:
+        """End a request that runs at any ingress replica."""
+        try:
+            key = self._grpc.authenticate(grpc_context)
+        except ServingError:  # as in Generate
+            return pb.CancelResponse()
+        context = serve.get_replica_context()
+        ingress: Any = _untyped_serve.get_deployment_handle(context.deployment, context.app_name)
+        answers = await ingress.broadcast("cancel_request", request.request_id, key).results_async(
+            timeout_s=CANCEL_TIMEOUT_S, return_exceptions=True
+        )
+        return pb.CancelResponse(was_running=any(answer is True for answer in answers))
+
+    async def cancel_request(self, request_id: str, key: str) -> bool:
+        """End a request of a key that runs here; return whether there was one."""
+        return self._grpc.cancel(request_id, key)
 
     async def __del__(self) -> None:
         """Close the token sink; Serve awaits this when the replica has drained."""
+        if edge := getattr(self, "_edge", None):
+            await edge.close()
         if tracing := getattr(self, "_tracing", None):
             await asyncio.to_thread(tracing.shutdown)
         if service := getattr(self, "_service", None):
@@ -161,35 +215,3 @@ class _CurrentApp(Starlette):
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.current(scope, receive, send)
-
-
-class _Mailbox:
-    """Collects output between two reads: one item per choice that has something new."""
-
-    def __init__(self) -> None:
-        self._items: dict[int, dict[str, Any]] = {}
-        self._has_news = asyncio.Event()
-
-    async def put(self, choice: Choice, piece: Piece) -> None:
-        """Add to the choice's item."""
-        empty: dict[str, Any] = {"index": choice.index, "text": "", "token_ids": []}
-        item = self._items.setdefault(choice.index, empty)
-        item["text"] += piece.text
-        item["token_ids"] += piece.token_ids
-        if piece.message is not None:
-            item["reasoning_content"] = item.get("reasoning_content", "") + piece.message.reasoning
-            calls = [dataclasses.asdict(call) for call in piece.message.tool_calls]
-            item["tool_calls"] = item.get("tool_calls", []) + calls
-        item["finish_reason"] = choice.finish_reason
-        self._has_news.set()
-
-    def close(self, _: object) -> None:
-        """Wake the reader for the last time."""
-        self._has_news.set()
-
-    async def take(self) -> list[dict[str, Any]]:
-        """Wait for output and take it all; empty when there will be no more."""
-        await self._has_news.wait()
-        self._has_news.clear()
-        items, self._items = self._items, {}
-        return list(items.values())

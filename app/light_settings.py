@@ -8,13 +8,13 @@ is wrong changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from app.auth import load_key_hashes
+from app.auth import load_keys
 from app.errors import ConfigError
 from app.ingress_config import IngressConfig
 from app.router.config import RouterConfig
@@ -32,7 +32,7 @@ LIGHT_ROUTER_SETTINGS = (
 
 LIGHT_INGRESS_SETTINGS = ("max_body_bytes", "max_choices", "keep_alive_s", "request_timeout_s")
 
-KEY_FILES = {"api_keys_file": "key_hashes", "admin_keys_file": "admin_key_hashes"}
+KEY_FILES = ("api_keys_file", "admin_keys_file")
 """Read again whenever the user_config changes: new keys take a new file name."""
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
@@ -74,9 +74,12 @@ def apply_ingress_settings(
     for name, value in rest.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise ConfigError(f"user_config: {name} must be > 0, got {value!r}")
-    hashes = {
-        KEY_FILES[name]: load_key_hashes((), root / Path(str(path)).expanduser())
-        for name, path in files.items()
+    keys = {
+        name: load_keys((), root / Path(str(path)).expanduser()) for name, path in files.items()
     }
     changed = apply_light_settings(config, rest, LIGHT_INGRESS_SETTINGS)
-    return type(config)(**{**asdict(changed), **hashes})
+    if (names := keys.get("api_keys_file")) is not None:
+        changed = replace(changed, key_hashes=frozenset(names), key_names=names)
+    if (names := keys.get("admin_keys_file")) is not None:
+        changed = replace(changed, admin_key_hashes=frozenset(names))
+    return changed

@@ -9,9 +9,8 @@ only values that the engine can act on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
-import orjson
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -22,14 +21,13 @@ from pydantic import (
     model_validator,
 )
 
-from app.errors import InvalidJSON, MissingParameter, UnknownParameter, UnsupportedParameter
+from app.chat_message import ChatMessage, Hint, clean_message
 from app.generation_config import SamplingDefaults
 from app.json_types import is_list, is_object, is_token_ids
 from app.parameters import CHAT_PARAMETERS, COMPLETION_PARAMETERS, drop_without_effect
+from app.schema_faults import as_invalid_request
 from app.structured_schema import GuidedParams
 from app.tool_calls.schema import (
-    MAX_CALLS,
-    PastCall,
     Tool,
     ToolChoice,
     check_names,
@@ -55,7 +53,6 @@ _UINT64 = (1 << 64) - 1
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 TokenIds = tuple[int, ...]
-Hint = Annotated[str, Field(max_length=1_000)]
 
 
 class _Schema(BaseModel):
@@ -282,64 +279,6 @@ class CompletionRequest(GuidedParams, GenerationParams):
         )
 
 
-class TextPart(_Schema):
-    """One part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(_Schema):
-    """One message of a chat; assistant messages may be passed back as they were received."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    # A string counts as one part.
-    content: tuple[TextPart, ...] = ()
-    name: Hint | None = None
-    reasoning: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: tuple[PastCall, ...] = Field(default=(), max_length=MAX_CALLS)
-    tool_call_id: str | None = Field(default=None, max_length=256)
-
-    @property
-    def text(self) -> str:
-        """The content as one string; parts are joined by line breaks."""
-        return "\n".join(part.text for part in self.content)
-
-    @property
-    def reasoning_text(self) -> str | None:
-        """The reasoning under either of its two names."""
-        return self.reasoning if self.reasoning is not None else self.reasoning_content
-
-    @field_validator("tool_calls", mode="before")
-    @classmethod
-    def _tool_calls(cls, value: object) -> object:
-        return tuple(value) if is_list(value) else value
-
-    @model_validator(mode="after")
-    def _suits_role(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError("'tool_calls' belong to assistant messages")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("'tool_call_id' belongs to tool messages, and they need it")
-        return self
-
-    @field_validator("content", mode="before", json_schema_input_type=str | list[TextPart])
-    @classmethod
-    def _parts(cls, value: object) -> tuple[object, ...]:
-        if isinstance(value, str):
-            return ({"type": "text", "text": value},)
-        if not is_list(value):
-            raise ValueError("must be a string or a list of text parts")
-        for part in value:
-            kind = part.get("type") if is_object(part) else None
-            if kind != "text":
-                raise ValueError(
-                    f"content parts must be of type 'text', got {kind!r}: the model reads text"
-                )
-        return tuple(value)
-
-
 class ChatRequest(GuidedParams, GenerationParams):
     """Body of POST /v1/chat/completions."""
 
@@ -404,7 +343,7 @@ class ChatRequest(GuidedParams, GenerationParams):
     def _messages(cls, value: object) -> tuple[object, ...]:
         if not isinstance(value, list):
             raise ValueError("must be a list of messages")
-        return tuple(map(_clean_message, cast("list[object]", value)))
+        return tuple(map(clean_message, cast("list[object]", value)))
 
 
 def choice_seed(seed: int, choice: int) -> int:
@@ -418,21 +357,6 @@ def choice_seed(seed: int, choice: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _UINT64
     return z ^ (z >> 31)
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """Parse a request body.
-
-    Raises:
-        InvalidJSON: not JSON (NaN and Infinity are not), or not an object.
-    """
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidJSON(f"the body is not valid JSON: {error}") from error
-    if not is_object(value):
-        raise InvalidJSON(f"the body must be a JSON object, got {_json_type(value)}")
-    return value
 
 
 def parse_request[R: (CompletionRequest, ChatRequest)](schema: type[R], body: dict[str, Any]) -> R:
@@ -458,48 +382,3 @@ def parse_request[R: (CompletionRequest, ChatRequest)](schema: type[R], body: di
         return schema.model_validate(body)
     except ValidationError as error:
         raise as_invalid_request(error) from None
-
-
-def _clean_message(message: object) -> object:
-    """Drop what a received assistant message carries empty: nulls, notes."""
-    if not is_object(message):
-        return message
-    for name in ("function_call", "audio"):
-        if message.get(name):
-            raise UnsupportedParameter(
-                f"messages with '{name}' are not supported by this server", param="messages"
-            )
-    return {k: v for k, v in message.items() if v is not None and k != "annotations"}
-
-
-def as_invalid_request(error: ValidationError) -> InvalidRequest:
-    """Describe the first fault of a body."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = ""
-    for step in first["loc"]:
-        if isinstance(step, int):
-            param += f"[{step}]"
-        else:
-            param += f".{step}" if param else step
-    kind, message = first["type"], first["msg"].removeprefix("Value error, ")
-    if not param and kind == "value_error":  # of the request as a whole: it names the parameter
-        param, _, message = message.partition(": ")
-    if kind == "extra_forbidden":
-        return UnknownParameter(f"unknown parameter: '{param}'", param=param)
-    if kind == "missing":
-        return MissingParameter(f"missing required parameter: '{param}'", param=param)
-    got = "" if kind == "value_error" else f", got {_shown(first['input'])}"
-    return InvalidRequest(
-        f"invalid value for '{param}': {message[:1].lower()}{message[1:]}{got}", param=param
-    )
-
-
-def _shown(value: object) -> str:
-    """A value for an error message; long ones are cut."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _json_type(value: object) -> str:
-    kinds: dict[type, str] = {list: "an array", str: "a string", bool: "a boolean"}
-    return "null" if value is None else kinds.get(type(value), "a number")

@@ -13,12 +13,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from app.auth import load_key_hashes
+from app.audit import AuditConfig, check_file
+from app.auth import load_key_hashes, load_keys
 from app.autoscaling.config import AutoscalingConfig
+from app.content_filter import load_check
 from app.errors import ConfigError
 from app.ingress_config import IngressConfig
 from app.json_types import is_object
+from app.rate_limits import RateLimit, RateLimits
+from app.responses.store import StoreLimits
 from app.router.config import RouterConfig
+from app.shared_state import SharedStateConfig
 from app.tool_calls.styles import CallStyle, ReasoningStyle
 from replicas.config import DEFAULT_PROFILE_DIRECTORY, EngineConfig, TracingConfig
 from replicas.model_files.fetch import pin_model, read_cache_setting
@@ -70,6 +75,7 @@ class Settings:
         replicas: how many there are.
         router: limits of the router.
         ingress: the HTTP edge.
+        shared_state: what its replicas share.
         num_ingress_replicas: processes that speak HTTP, about one core each under load.
         tracing: where the spans of all of them go.
     """
@@ -78,6 +84,7 @@ class Settings:
     replicas: ReplicaOptions
     router: RouterConfig
     ingress: IngressConfig
+    shared_state: SharedStateConfig
     num_ingress_replicas: int
     tracing: TracingConfig
 
@@ -97,6 +104,11 @@ class _Replicas(_Section):
     health_check_timeout_s: float = Field(default=60.0, gt=0)
 
 
+class _RateLimits(_Section):
+    default: RateLimit = RateLimit()
+    keys: dict[str, RateLimit] = Field(default_factory=dict)
+
+
 class _Ingress(_Section):
     num_replicas: int = Field(default=1, ge=1)
     api_keys_file: Path | None = None
@@ -108,6 +120,11 @@ class _Ingress(_Section):
     request_timeout_s: float | None = Field(default=3600.0, gt=0)
     tool_call_style: Literal["auto"] | CallStyle = "auto"
     reasoning_style: Literal["auto"] | ReasoningStyle = "auto"
+    limits: _RateLimits = _RateLimits()
+    audit_file: Path | None = None
+    audit_texts: bool = False
+    content_filter: str | None = None
+    responses: StoreLimits = StoreLimits()
 
 
 class _Args(_Section):
@@ -163,6 +180,8 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
         raise ConfigError(f"tracing: {error}") from None
     trace_directory = str(root / Path(parsed.tracing.directory).expanduser())
     keys_file = None if ingress.api_keys_file is None else root / ingress.api_keys_file
+    key_names = load_keys(ingress.api_key_hashes, keys_file)
+    limits = _rate_limits(ingress.limits, key_names)
     admin_file = None if ingress.admin_keys_file is None else root / ingress.admin_keys_file
     return Settings(
         engine=parsed.engine,
@@ -172,7 +191,8 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
             model_dir=str(source),
             model_id=parsed.served_model_name or source.name,
             model_cache=model_cache,
-            key_hashes=load_key_hashes(ingress.api_key_hashes, keys_file),
+            key_hashes=frozenset(key_names),
+            key_names=key_names,
             admin_key_hashes=load_key_hashes((), admin_file),
             max_body_bytes=ingress.max_body_bytes,
             max_choices=ingress.max_choices,
@@ -180,7 +200,11 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
             request_timeout_s=ingress.request_timeout_s,
             tool_call_style=None if ingress.tool_call_style == "auto" else ingress.tool_call_style,
             reasoning_style=None if ingress.reasoning_style == "auto" else ingress.reasoning_style,
+            limits=limits,
+            audit=_audit(ingress, root),
+            content_filter=_checked_filter(ingress.content_filter),
         ),
+        shared_state=SharedStateConfig(responses=ingress.responses, limits=limits),
         num_ingress_replicas=ingress.num_replicas,
         tracing=replace(parsed.tracing, directory=trace_directory),
     )
@@ -211,6 +235,38 @@ def pin_version(settings: Settings) -> Settings:
         engine=replace(engine, model=model),
         ingress=replace(settings.ingress, model_dir=model),
     )
+
+
+def _rate_limits(given: _RateLimits, key_names: Mapping[str, str]) -> RateLimits:
+    unknown = given.keys.keys() - set(key_names.values())
+    if unknown:
+        raise ConfigError(
+            f"ingress.limits.keys.{min(unknown)}: no API key has that name; a name stands behind "
+            "its key in api_keys_file"
+        )
+    return RateLimits(default=given.default, keys=dict(given.keys))
+
+
+def _audit(ingress: _Ingress, root: Path) -> AuditConfig | None:
+    if ingress.audit_file is None:
+        if ingress.audit_texts:
+            raise ConfigError("ingress.audit_texts: has no effect without audit_file")
+        return None
+    path = root / ingress.audit_file.expanduser()
+    try:
+        check_file(path)
+    except OSError as error:
+        raise ConfigError(f"ingress.audit_file: {error}") from None
+    return AuditConfig(file=str(path), include_text=ingress.audit_texts)
+
+
+def _checked_filter(name: str | None) -> str | None:
+    if name is not None:
+        try:
+            load_check(name)
+        except ValueError as error:
+            raise ConfigError(f"ingress.content_filter: {error}") from None
+    return name
 
 
 def _find_model(model: object, revision: object, root: Path) -> ModelSource:

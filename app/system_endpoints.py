@@ -6,10 +6,8 @@ the router is silent.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
-from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,13 +17,9 @@ from app.asgi import json_response
 from app.completion_service import CompletionService
 from app.ingress_config import IngressConfig
 from app.metrics import CONTENT_TYPE, IngressMetrics
-from app.token_client import TokenClient
+from app.token_client import TokenClient, status_soon
 from app.version import VERSION
-from replicas.errors import EngineNotReady, InvalidRequest, ServingError
-
-MAX_PROFILE_STEPS = 1000
-MAX_PROFILE_S = 60.0
-_STATUS_TIMEOUT_S = 1.5
+from replicas.errors import EngineNotReady, ServingError
 
 
 class SystemEndpoints:
@@ -53,9 +47,8 @@ class SystemEndpoints:
         """Whether a request would be answered now: a replica has finished its warm-up."""
         body: dict[str, object] = {"ready": False, "model": self._config.model_id}
         try:
-            async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                status = await self._client.status()
-        except (ServingError, TimeoutError):
+            status = await status_soon(self._client)
+        except ServingError:
             return json_response({**body, **self._progress}, status_code=503)
         body |= {
             "ready": status.ready,
@@ -65,6 +58,8 @@ class SystemEndpoints:
         }
         if status.ready:
             return json_response({**body, "stage": "ready"})
+        if status.is_draining or status.drained:
+            return json_response({**body, "stage": "draining"}, status_code=503)
         # Of several that start, the one that has come furthest in its stage.
         first = max(status.startup, key=lambda p: p.done / max(1, p.total), default=None)
         self._progress = {"stage": "starting replicas"}
@@ -86,30 +81,6 @@ class SystemEndpoints:
         }
         return json_response(body)
 
-    async def reset_prefix_cache(self, _: Request) -> Response:
-        """Have all replicas forget what they have cached and do not use."""
-        return json_response({"num_replicas": await self._client.drop_prefix_cache()})
-
-    async def profile(self, request: Request) -> Response:
-        """Have all replicas trace their next steps with jax's profiler."""
-        try:
-            num_steps = int(request.query_params.get("steps", "20"))
-            max_s = float(request.query_params.get("max_s", "10"))
-        except ValueError as error:
-            raise InvalidRequest(f"a number is needed: {error}", param="steps") from None
-        if not (1 <= num_steps <= MAX_PROFILE_STEPS and 0 < max_s <= MAX_PROFILE_S):
-            raise InvalidRequest(
-                f"steps must be in [1, {MAX_PROFILE_STEPS}] and max_s in (0, {MAX_PROFILE_S:.0f}], "
-                f"got {num_steps} and {max_s:g}",
-                param="steps",
-            )
-        answers = await self._client.profile(num_steps, max_s)
-        profiles = [
-            {"error": answer.message} if isinstance(answer, ServingError) else asdict(answer)
-            for answer in answers
-        ]
-        return json_response({"profiles": profiles})
-
     async def openapi(self, _: Request) -> Response:
         """Describe this interface to machines."""
         return json_response(openapi())
@@ -127,9 +98,8 @@ class SystemEndpoints:
     async def metrics(self, _: Request) -> Response:
         """Return Prometheus text; the engines' part is left out while the router is silent."""
         try:
-            async with asyncio.timeout(_STATUS_TIMEOUT_S):
-                status = await self._client.status()
-        except (ServingError, TimeoutError):
+            status = await status_soon(self._client)
+        except ServingError:
             status = None
         self._metrics.open_sequences.set(self._client.num_open)
         text = self._metrics.render(status)

@@ -16,12 +16,13 @@ from starlette.types import Send
 
 from app.anthropic_schema import CountTokensRequest, parse_messages
 from app.asgi import ClientDisconnected, cancel_on_disconnect, json_response, read_body
-from app.completion_endpoint import CountedResponse
 from app.completion_service import CompletionService, first_leaf
-from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
+from app.exchange import Edge, Exchange
+from app.http_exchange import CountedResponse
+from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
-from app.metrics import IngressMetrics
-from app.openai_schema import parse_json
+from app.json_types import is_object
+from app.schema_faults import parse_json
 from app.text_schema import (
     DetokenizeRequest,
     ScoreRequest,
@@ -37,12 +38,10 @@ Answer = Callable[[dict[str, Any]], Awaitable[object]]
 class TextEndpoints:
     """Handlers of these endpoints."""
 
-    def __init__(
-        self, service: CompletionService, config: IngressConfig, metrics: IngressMetrics
-    ) -> None:
+    def __init__(self, service: CompletionService, config: IngressConfig, edge: Edge) -> None:
         self._service = service
         self._config = config
-        self._metrics = metrics
+        self._edge = edge
 
     async def tokenize(self, request: Request) -> Response:
         """Encode a text, or a chat's prompt."""
@@ -58,24 +57,30 @@ class TextEndpoints:
 
     async def score(self, request: Request) -> Response:
         """Give the log-likelihood of continuations of a prompt."""
-        return self._respond(request, self._score)
+        return self._respond(request, self._score, computes=True)
 
     async def count_tokens(self, request: Request) -> Response:
         """Count a message's prompt, in Anthropic's shape."""
         return self._respond(request, self._count_tokens)
 
-    def _respond(self, request: Request, answer: Answer) -> Response:
-        async def send_answer(request: Request, send: Send, _: HttpTrace | None) -> int:
+    def _respond(self, request: Request, answer: Answer, *, computes: bool = False) -> Response:
+        """Answer a request; one that `computes` uses tokens of its key's limit."""
+
+        async def send_answer(request: Request, send: Send, exchange: Exchange) -> int:
             try:
-                body = await read_body(request, max_bytes=self._config.max_body_bytes)
+                raw = await read_body(request, max_bytes=self._config.max_body_bytes)
                 async with cancel_on_disconnect(request.receive):
-                    content = await answer(parse_json(body))
+                    body = parse_json(raw)
+                    await exchange.admit(body, num_bytes=len(raw) if computes else 0)
+                    content = await answer(body)
+                    if computes and is_object(content):
+                        exchange.num_tokens = content["usage"]["total_tokens"]
             except ClientDisconnected:
                 return CLIENT_CLOSED_REQUEST
             await json_response(content)(request.scope, request.receive, send)
             return 200
 
-        return CountedResponse(send_answer, request, self._metrics)
+        return CountedResponse(send_answer, request, self._edge)
 
     async def _tokenize(self, body: dict[str, Any]) -> object:
         info = await self._service.model_info()
@@ -88,10 +93,10 @@ class TextEndpoints:
         else:
             parsed = parse_text_request(TokenizeRequest, body)
             self._service.check_model(parsed.model)
-            token_ids = await self._service.encode(
+            token_ids = await self._service.prompts.encode(
                 parsed.prompt, info, add_special_tokens=parsed.add_special_tokens
             )
-        strings = self._service.token_strings(token_ids) if returns_strings else None
+        strings = self._service.prompts.token_strings(token_ids) if returns_strings else None
         return {
             "count": len(token_ids),
             "max_model_len": info.max_request_tokens,
@@ -102,7 +107,8 @@ class TextEndpoints:
     async def _detokenize(self, body: dict[str, Any]) -> object:
         parsed = parse_text_request(DetokenizeRequest, body)
         self._service.check_model(parsed.model)
-        return {"prompt": await self._service.decode(parsed.tokens)}
+        info = await self._service.model_info()
+        return {"prompt": await self._service.prompts.decode(parsed.tokens, info)}
 
     async def _render_chat(self, body: dict[str, Any]) -> object:
         chat = parse_chat(body)
@@ -126,10 +132,13 @@ class TextEndpoints:
         parsed = parse_text_request(ScoreRequest, body)
         self._service.check_model(parsed.model)
         info = await self._service.model_info()
-        prompt = await self._service.encode(parsed.prompt, info, add_special_tokens=True)
+        encode = self._service.prompts.encode
+        prompt = await encode(parsed.prompt, info, add_special_tokens=True)
 
         async def one(index: int, continuation: str | Sequence[int]) -> dict[str, Any]:
-            token_ids = await self._service.encode(continuation, info, add_special_tokens=False)
+            token_ids = await self._service.prompts.encode(
+                continuation, info, add_special_tokens=False
+            )
             score = await self._service.score(prompt, token_ids, cache_salt=parsed.cache_salt)
             return {"index": index, "object": "score", **score}
 

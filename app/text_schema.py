@@ -11,7 +11,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from app.json_types import is_list, is_token_ids
-from app.openai_schema import ChatRequest, TokenIds, as_invalid_request, parse_request
+from app.openai_schema import ChatRequest, TokenIds, parse_request
+from app.schema_faults import as_invalid_request
 
 MAX_CONTINUATIONS = 64
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from app.openai_schema import ChatMessage
+from app.chat_message import ChatMessage
 from app.tokenizer import Tokenizer
 from bench import report
 from replicas.config import EngineConfig

@@ -494,12 +494,14 @@ class ServiceStatus:
 
     Attributes:
         ready: at least one replica takes requests.
-        replicas: load of each routable replica, by id.
+        replicas: load of each routable replica, by id, drained ones too.
         num_queued: requests that wait in the router.
         num_queued_tokens: prompt tokens of those.
         num_inflight: requests that the router sent and that have not ended.
         model_info: what the replicas serve, or None before the first report.
         startup: replicas that are starting.
+        is_draining: an operator wants no new requests to be taken.
+        drained: ids of replicas that an operator wants to get none.
     """
 
     ready: bool
@@ -509,6 +511,8 @@ class ServiceStatus:
     num_inflight: int
     model_info: ModelInfo | None
     startup: tuple[StartupProgress, ...] = ()
+    is_draining: bool = False
+    drained: tuple[str, ...] = ()
 
 
 STARTUP_NAMESPACE = b"systole"

@@ -7,6 +7,7 @@ running, so that tests can see whether a request was given up.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import struct
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
@@ -114,6 +115,16 @@ class FakeClient:
     async def profile(self, num_steps: int, max_s: float) -> list[ProfileResult | ServingError]:
         done = ProfileResult(replica_id="r", directory=f"/traces/{max_s:g}", num_steps=num_steps)
         return [done, EngineNotReady("starting")]
+
+    async def drain(self, replica_id: str | None, *, is_drained: bool) -> ServiceStatus:
+        drained = set(self.state.drained)
+        if replica_id is None:
+            self.state = dataclasses.replace(self.state, is_draining=is_drained)
+        else:
+            (drained.add if is_drained else drained.discard)(replica_id)
+        ready = not self.state.is_draining and not self.state.replicas.keys() <= drained
+        self.state = dataclasses.replace(self.state, ready=ready, drained=tuple(sorted(drained)))
+        return self.state
 
     async def wait_running(self, num_requests: int) -> None:
         """Wait until that many requests run."""

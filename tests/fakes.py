@@ -324,8 +324,8 @@ class FakeHandle:
     def options(self, *, method_name: str | None = None, **_: object) -> FakeHandle:
         return FakeHandle(self._target, method_name or self._method_name)
 
-    def remote(self, *args: Any) -> FakeResponse:
-        return FakeResponse(getattr(self._target, self._method_name)(*args))
+    def remote(self, *args: Any, **kwargs: Any) -> FakeResponse:
+        return FakeResponse(getattr(self._target, self._method_name)(*args, **kwargs))
 
 
 class TcpProxy:

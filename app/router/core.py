@@ -25,6 +25,7 @@ from app.router.events import (
     Event,
     Fail,
     LoadChanged,
+    ReplicaDrained,
     ReplicaRemoved,
     ReplicaReported,
     ReplicaSuspected,
@@ -118,7 +119,7 @@ class RouterCore:
 
     @property
     def routable(self) -> dict[str, ReplicaView]:
-        """Replicas that take requests, by id."""
+        """Replicas that can take requests, by id; of these the fleet's `drained` get none."""
         return {view.replica_id: view for view in self._fleet.routable()}
 
     def configure(self, config: RouterConfig) -> None:
@@ -163,6 +164,8 @@ class RouterCore:
                 self._suspect(replica_id, now, actions)
             case ReplicaRemoved(replica_id):
                 self._remove(replica_id, now, actions)
+            case ReplicaDrained(replica_id, is_drained):
+                self._drain(replica_id, now, actions, is_drained=is_drained)
             case Ticked(is_second):
                 if is_second:
                     self._tend_breakers(now)
@@ -178,7 +181,7 @@ class RouterCore:
         config = self._config
         if not event.excluded:
             self._meter.arrived(event.num_prompt_tokens)
-        is_new = not event.excluded and not any(True for _ in self._fleet.routable())
+        is_new = not event.excluded and not self._fleet.is_routable.any()
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
         assert self._hopes_until is not None
         request = QueuedRequest(
@@ -285,6 +288,14 @@ class RouterCore:
             del self._sent[request_id]
             error = EngineDead(f"replica {replica_id} was lost", replica_id=replica_id)
             actions.append(Fail(request_id, error))
+        self._fail_orphans(now, actions)
+
+    def _drain(
+        self, replica_id: str, now: float, actions: list[Action], *, is_drained: bool
+    ) -> None:
+        (self._fleet.drained.add if is_drained else self._fleet.drained.discard)(replica_id)
+        if (view := self._fleet.views.get(replica_id)) is not None:
+            self._fleet.refresh(view)
         self._fail_orphans(now, actions)
 
     def _count_silence(self, now: float, actions: list[Action]) -> None:

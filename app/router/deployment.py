@@ -38,6 +38,7 @@ from app.router.event_sink import EventSink
 from app.router.events import (
     Event,
     Fail,
+    ReplicaDrained,
     ReplicaSuspected,
     RequestArrived,
     RequestEnded,
@@ -89,6 +90,7 @@ MIN_RATIO = 0.01
 DISCOVERY_S = 0.1
 """How often replicas are sought while none is known."""
 SUBSCRIBE_TIMEOUT_S = 5.0
+DRAIN_RETRY_AFTER_S = 5.0
 STALE_PROGRESS_S = 600.0
 """A starting replica that has not reported for this long has died."""
 MAX_REFUSALS = 3
@@ -139,6 +141,7 @@ class RouterDeployment:
         self._loop = asyncio.get_running_loop()
         self._is_configured = False
         self._calls: dict[str, _Call] = {}
+        self._is_draining = False
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at = math.inf
         host = cast(str, ray.util.get_node_ip_address())  # pyright: ignore[reportUnknownMemberType]
@@ -182,6 +185,8 @@ class RouterDeployment:
             return EngineNotReady(
                 "the schedule has shut the service down", retry_after_s=reopens_in_s
             )
+        if self._is_draining and not request.excluded_replicas:  # those were accepted before
+            return EngineNotReady("the service is draining", retry_after_s=DRAIN_RETRY_AFTER_S)
         deadline = None if request.timeout_s is None else self._loop.time() + request.timeout_s
         excluded = request.excluded_replicas
         request = dataclasses.replace(request, page_keys=self._hash_pages(request))
@@ -213,20 +218,38 @@ class RouterDeployment:
 
     async def status(self) -> ServiceStatus:
         """Return what the router knows now."""
-        core = self._core
+        core, drained = self._core, self._core.fleet.drained
         replicas = {replica_id: view.load for replica_id, view in core.routable.items()}
         startup = () if replicas else await asyncio.to_thread(_read_startup, self._app_name)
         if self._events.model_info is None and self._may_be_empty():
             self._ask_for_replica()  # only a replica can say what is served
         return ServiceStatus(
-            ready=bool(replicas) or (self._may_be_empty() and self._events.model_info is not None),
+            ready=not self._is_draining
+            and (
+                not replicas.keys() <= drained
+                or (self._may_be_empty() and self._events.model_info is not None)
+            ),
             replicas=replicas,
             num_queued=core.num_queued,
             num_queued_tokens=core.num_queued_tokens,
             num_inflight=core.num_booked,
             model_info=self._events.model_info,
             startup=startup,
+            is_draining=self._is_draining,
+            drained=tuple(sorted(drained)),
         )
+
+    async def drain(self, replica_id: str | None, is_drained: bool) -> ServiceStatus:
+        """Give a replica, or with None the whole service, no new requests, or give them again.
+
+        What runs or waits goes on; what waits for a replica that there is no more is refused. The
+        order is forgotten when the router is restarted.
+        """
+        if replica_id is None:
+            self._is_draining = is_drained
+        else:
+            self._feed(ReplicaDrained(replica_id, is_drained))
+        return await self.status()
 
     async def drop_prefix_cache(self) -> int:
         """Have every replica forget cached pages that are not in use; return how many did."""

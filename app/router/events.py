@@ -120,6 +120,14 @@ class Ticked:
     is_second: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaDrained:
+    """An operator wants the replica to get no new requests, or to get them again."""
+
+    replica_id: str
+    is_drained: bool
+
+
 Event = (
     RequestArrived
     | RequestEnded
@@ -127,6 +135,7 @@ Event = (
     | LoadChanged
     | ReplicaSuspected
     | ReplicaRemoved
+    | ReplicaDrained
     | Ticked
 )
 

@@ -62,7 +62,8 @@ class Fleet:
     Attributes:
         views: by replica id.
         model: how long steps take; shared, since all replicas run one model.
-        is_routable: bool [rows]; rows without a replica are False.
+        is_routable: bool [rows]; rows without a replica, or of one that is drained, are False.
+        drained: ids of replicas that get no new requests, whether they are known or not.
         Each name of `_COLUMNS` is an f64 [rows]: see `refresh`.
     """
 
@@ -89,6 +90,7 @@ class Fleet:
 
     def __init__(self, *, max_waiting_per_replica: int, model: StepModel | None = None) -> None:
         self.views: dict[str, ReplicaView] = {}
+        self.drained: set[str] = set()
         self.model = model or StepModel()
         self._max_waiting = max_waiting_per_replica
         # Kept, since every decision asks: requests at all replicas, and of those, not ours.
@@ -171,7 +173,8 @@ class Fleet:
         pending_s = token_s * pending + pair_s * load.num_pending_pairs
         num_outstanding, num_foreign = view.num_outstanding, view.num_foreign
         self._count(view.row, num_outstanding, num_foreign)
-        self.is_routable[view.row] = view.is_routable
+        is_drained = view.replica_id in self.drained
+        self.is_routable[view.row] = view.is_routable and not is_drained
         self._table[:, view.row] = (
             view.free_slots(max_waiting=self._max_waiting),
             free * load.page_size if num_outstanding and load.page_size else math.inf,
@@ -214,7 +217,7 @@ class Fleet:
         return float(self.prefill_share.sum()) * age * foreign / outstanding
 
     def routable(self) -> Iterator[ReplicaView]:
-        """Yield the replicas that take requests."""
+        """Yield the replicas that can take requests; those that are drained can."""
         return (view for view in self.views.values() if view.is_routable)
 
     def _count(self, row: int, num_outstanding: int, num_foreign: int) -> None:

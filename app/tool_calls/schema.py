@@ -40,10 +40,7 @@ class FunctionDefinition(_Schema):
     @field_validator("parameters")
     @classmethod
     def _schema_of_object(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
-        if value and value.get("type", "object") != "object":
-            raise ValueError("must be a JSON schema of type 'object'")
-        if is_deeper(value, MAX_SCHEMA_DEPTH):
-            raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
+        check_parameters(value)
         return value
 
 
@@ -116,6 +113,18 @@ class PastCall(_Schema):
         arguments = text if arguments_as_text else orjson.loads(text)
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def check_parameters(value: dict[str, Any] | None) -> None:
+    """Check the JSON schema of a function's parameters.
+
+    Raises:
+        ValueError: it is not one of an object, or nested too deep.
+    """
+    if value and value.get("type", "object") != "object":
+        raise ValueError("must be a JSON schema of type 'object'")
+    if is_deeper(value, MAX_SCHEMA_DEPTH):
+        raise ValueError(f"is nested deeper than {MAX_SCHEMA_DEPTH} levels")
 
 
 def check_tools(value: object) -> tuple[object, ...]:

@@ -35,9 +35,19 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def serve_port(ray_cluster: None) -> Iterator[int]:
-    """Serve, listening on this port of the loopback; tests deploy applications with `serve.run`."""
-    port = free_port()
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    yield port
+def serve_ports(ray_cluster: None) -> Iterator[tuple[int, int]]:
+    """Serve, listening on these ports for HTTP and gRPC."""
+    ports = free_port(), free_port()
+    servicer = "app.grpc.generation_pb2_grpc.add_GenerationServicer_to_server"
+    serve.start(
+        http_options={"host": "127.0.0.1", "port": ports[0]},
+        grpc_options={"port": ports[1], "grpc_servicer_functions": [servicer]},
+    )
+    yield ports
     serve.shutdown()
+
+
+@pytest.fixture(scope="session")
+def serve_port(serve_ports: tuple[int, int]) -> int:
+    """Serve's HTTP port on the loopback; tests deploy applications with `serve.run`."""
+    return serve_ports[0]

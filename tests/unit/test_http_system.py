@@ -62,7 +62,7 @@ async def test_probes_answer_while_the_router_is_silent(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = make_server()
-    monkeypatch.setattr("app.system_endpoints._STATUS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("app.token_client.STATUS_TIMEOUT_S", 0.01)
 
     async def never() -> Any:
         await asyncio.Event().wait()

@@ -63,7 +63,7 @@ async def test_a_streamed_message_adds_up_to_the_whole_one(make_server: MakeServ
     assert b"[DONE]" not in answer.body
     found = events(answer)
     kinds = [kind for kind, _ in found]
-    assert kinds[:3] == ["message_start", "content_block_start", "ping"]
+    assert kinds[:3] == ["message_start", "ping", "content_block_start"]
     assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert set(kinds[3:-3]) == {"content_block_delta"}
     assert all(data["type"] == kind for kind, data in found)
@@ -116,7 +116,35 @@ async def test_tokens_are_counted_without_an_answer(make_server: MakeServer) -> 
         ({"max_tokens": 0}, 400, "invalid_request_error", "max_tokens"),
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 1.5}, 400, "invalid_request_error", "temperature"),
-        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools"),
+        ({"tools": [{"name": "f"}]}, 400, "invalid_request_error", "tools[0].input_schema"),
+        ({"tools": [{"type": "bash_20250124", "name": "b"}]}, 400, None, "bash_20250124"),
+        ({"tool_choice": {"type": "tool"}}, 400, None, "tool_choice"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                    }
+                ]
+            },
+            400,
+            None,
+            "tool_use",
+        ),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}],
+                    }
+                ]
+            },
+            400,
+            None,
+            "tool_result",
+        ),
         ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking"),
         ({"colour": 1}, 400, "invalid_request_error", "colour"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, None, "text"),

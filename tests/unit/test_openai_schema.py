@@ -17,9 +17,9 @@ from app.openai_schema import (
     ChatRequest,
     CompletionRequest,
     choice_seed,
-    parse_json,
     parse_request,
 )
+from app.schema_faults import parse_json
 from replicas.errors import InvalidRequest
 
 PROMPT: dict[str, Any] = {"prompt": "a"}

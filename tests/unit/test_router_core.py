@@ -27,6 +27,7 @@ from app.router.events import (
     Event,
     Fail,
     LoadChanged,
+    ReplicaDrained,
     ReplicaRemoved,
     ReplicaReported,
     ReplicaSuspected,
@@ -277,6 +278,26 @@ def test_a_draining_replica_may_be_silent() -> None:
     for second in range(100):
         assert core.on(Ticked(), float(second)) == []
     assert core.num_booked == 1
+
+
+def test_a_drained_replica_gets_nothing_new_until_it_is_resumed() -> None:
+    core = make_core("a", "b")
+    for number in range(4):
+        core.on(arrived(f"before{number}"), 0.0)
+    running = {r: view.replica_id for view in core.routable.values() for r in view.bookings}
+    assert core.on(ReplicaDrained("a", is_drained=True), 0.0) == []
+    after = [sends(core.on(arrived(f"after{number}"), 0.0)) for number in range(2)]
+    assert [set(sent.values()) for sent in after] == [{"b"}, {"b"}]
+    assert core.num_booked == 6, "what ran goes on"
+    # A report does not bring it back, nor does its silence in between.
+    core.on(ReplicaReported("a", 1, IDLE), 0.0)
+    core.on(ReplicaRemoved("b"), 0.0)
+    assert failures(core.on(arrived("new"), 10.0)) == {"new": EngineNotReady}
+    for request_id, replica_id in running.items():
+        if replica_id == "a":
+            core.on(RequestEnded(request_id, 1), 10.0)
+    core.on(ReplicaDrained("a", is_drained=False), 10.0)
+    assert sends(core.on(arrived("newer"), 10.0)) == {"newer": "a"}
 
 
 def test_the_limits_are_validated() -> None:

@@ -11,6 +11,7 @@ import ray
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from app.audit import AuditConfig
 from app.auth import hash_key
 from app.autoscaling.config import AutoscalingConfig
 from app.build import build
@@ -88,6 +89,18 @@ def test_every_section_reaches_its_part(root: Path) -> None:
         ({"ingress": {"max_body_bytes": "big"}}, "ingress.max_body_bytes: .*got 'big'"),
         ({"ingress": {"api_key_hashes": ["secret"]}}, "api key hash"),
         ({"ingress": {"api_keys_file": "nowhere"}}, "nowhere"),
+        (
+            {"ingress": {"limits": {"default": {"requests_per_minute": 0}}}},
+            r"ingress.limits.default.*requests_per_minute must be >= 1 or null, got 0",
+        ),
+        ({"ingress": {"limits": {"default": {"rpm": 1}}}}, "limits.default.rpm: there is no such"),
+        ({"ingress": {"limits": {"keys": {"x": {}}}}}, r"limits.keys.x: no API key has that name"),
+        ({"ingress": {"audit_file": "nowhere/audit.jsonl"}}, "audit_file: .*not a directory"),
+        ({"ingress": {"audit_texts": True}}, "audit_texts: has no effect without audit_file"),
+        ({"ingress": {"content_filter": "nowhere"}}, "content_filter: expected 'module:function'"),
+        ({"ingress": {"content_filter": "no.where:f"}}, "content_filter: cannot import 'no.where'"),
+        ({"ingress": {"content_filter": "json:f"}}, "content_filter: 'json' has no function 'f'"),
+        ({"ingress": {"responses": {"ttl_s": 0}}}, "ttl_s must be > 0, got 0"),
         ({"model": "models/none"}, "models/none is not a directory"),
         ({"model": None}, "model"),
         ({"model": 5}, "model"),
@@ -97,6 +110,41 @@ def test_every_section_reaches_its_part(root: Path) -> None:
 def test_a_wrong_setting_is_named(root: Path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_settings(args(**fields), root=root)
+
+
+def test_keys_have_names_that_limits_and_audit_use(root: Path) -> None:
+    (root / "keys").write_text("secret team-a\nother team-a\nthird\n")
+    settings = parse_settings(
+        args(
+            ingress={
+                "api_keys_file": "keys",
+                "limits": {
+                    "default": {"requests_per_minute": 5},
+                    "keys": {"team-a": {"tokens_per_minute": 9}},
+                },
+                "audit_file": "audit.jsonl",
+                "content_filter": "json:dumps",
+                "responses": {"max_count": 7},
+            }
+        ),
+        root=root,
+    )
+    ingress = settings.ingress
+    assert ingress.key_names == {
+        hash_key(b"secret"): "team-a",
+        hash_key(b"other"): "team-a",
+        hash_key(b"third"): f"key-{hash_key(b'third')[:8]}",
+    }
+    assert ingress.key_hashes == ingress.key_names.keys()
+    assert ingress.limits.of("team-a").tokens_per_minute == 9
+    assert ingress.limits.of("team-a").requests_per_minute is None
+    assert ingress.limits.of("another").requests_per_minute == 5
+    assert settings.shared_state.limits == ingress.limits
+    assert settings.shared_state.responses.max_count == 7
+    assert ingress.audit == AuditConfig(file=str(root / "audit.jsonl"))
+    (root / "keys").write_text("secret team a\n")
+    with pytest.raises(ConfigError, match="api key name"):
+        parse_settings(args(ingress={"api_keys_file": "keys"}), root=root)
 
 
 def test_all_wrong_settings_are_named_at_once(root: Path) -> None:
@@ -136,7 +184,8 @@ def test_build_binds_ingress_router_and_engine(root: Path) -> None:
         }
     )
     ingress = application._bound_deployment
-    [router, config] = ingress.init_args
+    [router, config, shared] = ingress.init_args
+    shared = shared._bound_deployment
     [engine, _] = router._bound_deployment.init_args
     engine = engine._bound_deployment
     assert config.model_id == "tiny"
@@ -147,7 +196,8 @@ def test_build_binds_ingress_router_and_engine(root: Path) -> None:
     ]
     assert engine.num_replicas == 3
     assert engine.ray_actor_options["resources"] == {"TPU": 4}
-    for deployment in (ingress, router._bound_deployment, engine):
+    assert (shared.name, shared.num_replicas) == ("SharedState", 1)
+    for deployment in (ingress, router._bound_deployment, engine, shared):
         assert deployment.max_ongoing_requests > 10_000
         assert deployment._deployment_config.graceful_shutdown_timeout_s == 7
     assert ray.is_initialized() == was_initialized, "build starts nothing"

@@ -105,3 +105,31 @@ async def test_admins_have_replicas_profiled(make_server: MakeServer) -> None:
         answer = await server.client.post(f"/admin/profile?{query}", {}, headers)
         assert (answer.status, answer.error["param"]) == (400, "steps")
     assert (await server.client.post("/admin/profile", {})).status == 401
+
+
+async def test_an_operator_drains_and_resumes(make_server: MakeServer) -> None:
+    server = make_server(config={"admin_key_hashes": frozenset({hash_key(b"admin")})})
+    admin = {"authorization": "Bearer admin"}
+    for path in ("/admin/drain", "/admin/resume"):
+        assert (await server.client.post(path, b"")).status == 401
+    drained = await server.client.post("/admin/drain", {"replica": "replica-1"}, admin)
+    assert drained.json() == {
+        "ready": False,
+        "draining": False,
+        "num_queued_requests": 0,
+        "num_running_requests": 0,
+        "replicas": {"replica-1": {"drained": True, "num_running_requests": 0}},
+    }
+    ready = await server.client.get("/ready")
+    assert (ready.status, ready.json()["stage"]) == (503, "draining")
+    resumed = await server.client.post("/admin/resume", {"replica": "replica-1"}, admin)
+    assert resumed.json()["ready"] is True
+    assert (await server.client.post("/admin/drain", b"", admin)).json()["draining"] is True
+    assert (await server.client.get("/ready")).status == 503
+    assert (await server.client.post("/admin/resume", b"", admin)).json()["draining"] is False
+    assert (await server.client.get("/ready")).status == 200
+    unknown = await server.client.post("/admin/drain", {"replica": "x"}, admin)
+    assert (unknown.status, unknown.error["code"]) == (404, "replica_not_found")
+    assert "replica-1" in unknown.error["message"]
+    wrong = await server.client.post("/admin/drain", {"node": "x"}, admin)
+    assert (wrong.status, wrong.error["param"]) == (400, "node")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from app.chat import ChatTemplate
+from app.chat_message import ChatMessage
 from app.errors import ConfigError
-from app.openai_schema import ChatMessage
 from app.tokenizer import Tokenizer
 from replicas.errors import ContextLengthExceeded, InvalidRequest
 from tests.tiny_tokenizer import CHAT_TEMPLATE, write_model_dir

@@ -1,0 +1,1 @@
+"""Completions over gRPC, through Ray Serve's `grpc_options`."""

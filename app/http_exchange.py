@@ -1,0 +1,60 @@
+"""An exchange over HTTP: opened when Starlette runs the answer, ended however that ends."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from app.exchange import Edge, Exchange
+from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
+from replicas.errors import ServingError
+
+Answer = Callable[[Request, Send, Exchange], Awaitable[int]]
+
+
+class CountedResponse(Response):
+    """Runs an answer when Starlette calls it, and notes how it ended."""
+
+    def __init__(
+        self, answer: Answer, request: Request, edge: Edge, *, endpoint: str | None = None
+    ) -> None:
+        """Prepare an answer.
+
+        Args:
+            answer: writes the whole answer and returns its status.
+            request: to be answered.
+            edge: what requests pass on their way in and out.
+            endpoint: for metrics and audit, where the path itself holds an id.
+        """
+        super().__init__()
+        self._answer = answer
+        self._request = request
+        self._edge = edge
+        self._endpoint = endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, and count it however it ends."""
+        request, edge = self._request, self._edge
+        exchange = edge.open(
+            key=edge.key_name(request.scope["state"].get("key_digest")),
+            request_id=request.state.request_id,
+            endpoint=self._endpoint or scope["path"],
+            trace=None if edge.tracing is None else HttpTrace(edge.tracing, request),
+        )
+        # The middleware adds these to whatever is answered, errors included.
+        request.state.headers = exchange.headers
+        status = CLIENT_CLOSED_REQUEST  # stands if the server around us cancels: the client left
+        error: Exception | None = None
+        try:
+            status = await self._answer(request, send, exchange)
+        except ServingError as failure:
+            status, error = failure.status, failure
+            raise
+        except Exception as failure:
+            status, error = 500, failure
+            raise
+        finally:
+            exchange.ended(status, error)

@@ -1,0 +1,1 @@
+"""OpenAI's Responses API: bodies, conversations, events, and what is kept of them."""
