@@ -50,6 +50,11 @@ class ConstantTimeRunner:
         self._free_at_s = max(self._free_at_s, time.monotonic()) + self._step_s
         return self._free_at_s, len(plan.scheduled)
 
+    def draw_guided(self, step: tuple[float, int], indices: tuple[int, ...]) -> tuple[float, int]:
+        """Nothing to draw: tokens are arbitrary."""
+        del indices
+        return step
+
     def fetch(self, step: tuple[float, int]) -> StepOutput:
         """Sleep until the step is done."""
         ready_at_s, num_rows = step
