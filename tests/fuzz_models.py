@@ -32,10 +32,10 @@ _MAX_LEN = 96
 
 
 class Draw:
-    """Choices from one seed."""
+    """Choices from one seed, other ones for each family."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = np.random.default_rng(seed)
+    def __init__(self, family: str, seed: int) -> None:
+        self._rng = np.random.default_rng([seed, *family.encode()])
 
     def one(self, *options: Any) -> Any:
         """One of the options."""
@@ -52,7 +52,7 @@ class Draw:
 
 def draw_config(family: str, seed: int) -> dict[str, Any]:
     """Return a random config.json of a family; each key is one that its class reads."""
-    draw = Draw(seed)
+    draw = Draw(family, seed)
     num_kv_heads = draw.one(1, 2, 3, 4)
     num_heads = num_kv_heads * draw.one(1, 1, 2, 3)
     num_layers = draw.one(1, 2, 3)
