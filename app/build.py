@@ -96,7 +96,8 @@ def _request_router_config() -> RequestRouterConfig:
 
 def _nodes() -> list[dict[str, Any]]:
     """Return what Ray knows of its nodes; none where there is no cluster."""
-    return ray.nodes() if ray.is_initialized() else []
+    untyped_ray: Any = ray
+    return untyped_ray.nodes() if ray.is_initialized() else []
 
 
 def _listening_host() -> str | None:

@@ -8,7 +8,7 @@ is wrong changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,13 @@ def apply_ingress_settings(
     for name, value in rest.items():
         if isinstance(value, int | float) and not isinstance(value, bool) and value <= 0:
             raise ConfigError(f"user_config: {name} must be > 0, got {value!r}")
+    changed = apply_light_settings(config, rest, LIGHT_INGRESS_SETTINGS)
     hashes = {
         KEY_FILES[name]: load_key_hashes((), root / Path(str(path)).expanduser())
         for name, path in files.items()
     }
-    changed = apply_light_settings(config, rest, LIGHT_INGRESS_SETTINGS)
-    return type(config)(**{**asdict(changed), **hashes})
+    return replace(
+        changed,
+        key_hashes=hashes.get("key_hashes", changed.key_hashes),
+        admin_key_hashes=hashes.get("admin_key_hashes", changed.admin_key_hashes),
+    )

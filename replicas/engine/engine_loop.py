@@ -11,9 +11,10 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from replicas.engine.device_memory import Device, DeviceMemory, read_device_memory
 from replicas.engine.engine import Engine
 from replicas.engine.step_stats import StepStats
 from replicas.engine.step_trace import Profiler, StepTrace, StepTracer
@@ -46,6 +47,7 @@ class EngineLoop:
         max_silence_s: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
         profiler: Profiler | None = None,
+        devices: Sequence[Device] = (),
     ) -> None:
         """Wrap a warmed-up engine; `start` must follow.
 
@@ -55,11 +57,13 @@ class EngineLoop:
             max_silence_s: a step that takes longer than this counts as hung.
             clock: seconds, for the silence.
             profiler: traces steps when asked to; None: it cannot.
+            devices: asked for their memory.
         """
         self._engine = engine
         self._on_step = on_step
         self._max_silence_s = max_silence_s
         self._tracer = StepTracer(profiler)
+        self._devices = tuple(devices)
         self._idle_beat_s = min(_IDLE_BEAT_S, max_silence_s / 3)
         self._inbox: queue.SimpleQueue[GenerateRequest | str | object] = queue.SimpleQueue()
         self._load = engine.load()
@@ -125,6 +129,10 @@ class EngineLoop:
     def step_stats(self) -> StepStats:
         """What the steps took and held; read-only, and a step may be half counted."""
         return self._engine.stats
+
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """Memory of each device that counts it; thread-safe."""
+        return read_device_memory(self._devices)
 
     def check_health(self) -> None:
         """Return if the device thread lives. To be called about once a second; thread-safe.

@@ -22,7 +22,7 @@ class Profiler:
         stop: ends it and writes it.
     """
 
-    start: Callable[[str], None]
+    start: Callable[[str], object]
     stop: Callable[[], None]
 
 
