@@ -73,14 +73,14 @@ def build(args: dict[str, Any]) -> serve.Application:
     ).bind(settings.engine, tracing=settings.tracing)
     light = {"ray_actor_options": {"num_cpus": 0}, **options}
     router = _deployment(RouterDeployment, "Router", **light).bind(
-        engine, settings.router, tracing=settings.tracing
+        engine, settings.router, tracing=settings.tracing, sink_ports=settings.sink_ports
     )
     return _deployment(
         _untyped_serve.ingress()(Ingress),
         "Ingress",
         num_replicas=settings.num_ingress_replicas,
         **light,
-    ).bind(router, settings.ingress, tracing=settings.tracing)
+    ).bind(router, settings.ingress, tracing=settings.tracing, sink_ports=settings.sink_ports)
 
 
 def _deployment(cls: type, name: str, **options: Any) -> Any:

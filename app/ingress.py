@@ -22,6 +22,7 @@ from app.choice import Choice, Piece
 from app.client import LLMClient
 from app.completion_service import CompletionService
 from app.errors import ConfigError
+from app.frame_server import PortRange
 from app.generation_config import load_sampling_defaults
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
@@ -44,6 +45,7 @@ class Ingress:
         config: IngressConfig,
         *,
         tracing: TracingConfig | None = None,
+        sink_ports: PortRange | None = None,
     ) -> None:
         """Load the tokenizer; connections are made on first use.
 
@@ -51,11 +53,12 @@ class Ingress:
             router: handle of the RouterDeployment.
             config: limits and keys.
             tracing: where the spans of HTTP requests go; None: nowhere.
+            sink_ports: first and last port on which tokens may arrive; None: any.
         """
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._args = config
         self._is_configured = False
-        self._client = LLMClient(router)
+        self._client = LLMClient(router, sink_ports=sink_ports)
         self._metrics = IngressMetrics(replica_id)
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="ingress", instance=replica_id
