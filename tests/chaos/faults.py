@@ -60,7 +60,8 @@ class Fault:
 
 def _kill(group: str) -> Callable[[Service], Awaitable[None]]:
     async def strike(service: Service) -> None:
-        service.kill(group)
+        # After a change of replicas an older HAProxy drains beside the new one.
+        service.kill(group, count=len(service.pids(group)) if group == PROXY else 1)
 
     return strike
 
