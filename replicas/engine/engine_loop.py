@@ -6,12 +6,14 @@ start-up runs on the device thread, except `Engine.validate`, which reads consta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from replicas.engine.device_memory import Device, DeviceMemory, read_device_memory
@@ -167,6 +169,7 @@ class EngineLoop:
             self._thread.join(timeout=self._max_silence_s)
 
     def _run(self) -> None:
+        _name_thread("engine")
         try:
             while self._take_inbox():
                 has_work = self._engine.has_work
@@ -206,3 +209,9 @@ class EngineLoop:
             self._tracer.begin(item)
         elif item is _DROP_PREFIX_CACHE:
             self._engine.drop_prefix_cache()
+
+
+def _name_thread(name: str) -> None:
+    """Name this thread for `top -H` and the like; Linux only."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
