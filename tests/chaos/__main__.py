@@ -113,7 +113,8 @@ async def main(arguments: Sequence[str] | None = None) -> int:
     result = {"stamp": report.stamp(), "outcomes": [asdict(o) for o in outcomes]}
     report.write_json(report.result_path("chaos"), result)
     if options.write:
-        write_page([asdict(outcome) for outcome in outcomes], result["stamp"])
+        rows = [asdict(outcome) for outcome in outcomes]
+        write_page(rows, result["stamp"], [fault.what for fault in FAULTS])
     is_complete = len(outcomes) == len(chosen)
     return int(not is_complete or any(outcome.problems for outcome in outcomes))
 
