@@ -85,7 +85,11 @@ def build(args: dict[str, Any]) -> serve.Application:
     ).bind(settings.engine, tracing=settings.tracing)
     light = {"ray_actor_options": {"num_cpus": 0}, **options}
     router = _deployment(RouterDeployment, "Router", **light).bind(
-        engine, settings.router, tracing=settings.tracing, autoscaling=replicas.autoscaling
+        engine,
+        settings.router,
+        tracing=settings.tracing,
+        autoscaling=replicas.autoscaling,
+        sink_ports=settings.sink_ports,
     )
     shared = _deployment(SharedState, "SharedState", **light).bind(settings.shared_state)
     return _deployment(
@@ -93,7 +97,13 @@ def build(args: dict[str, Any]) -> serve.Application:
         "Ingress",
         num_replicas=settings.num_ingress_replicas,
         **light,
-    ).bind(router, settings.ingress, shared, tracing=settings.tracing)
+    ).bind(
+        router,
+        settings.ingress,
+        shared,
+        tracing=settings.tracing,
+        sink_ports=settings.sink_ports,
+    )
 
 
 def _deployment(cls: type, name: str, **options: Any) -> Any:
@@ -109,7 +119,8 @@ def _request_router_config() -> RequestRouterConfig:
 
 def _nodes() -> list[dict[str, Any]]:
     """Return what Ray knows of its nodes; none where there is no cluster."""
-    return ray.nodes() if ray.is_initialized() else []
+    untyped_ray: Any = ray
+    return untyped_ray.nodes() if ray.is_initialized() else []
 
 
 def _serves_grpc() -> bool:

@@ -23,6 +23,7 @@ from ray.exceptions import RayActorError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
+from app.frame_server import PortRange
 from app.token_sink import TokenQueue, TokenSink
 from replicas.errors import (
     DeadlineExceeded,
@@ -83,15 +84,23 @@ class LLMClient:
     Not thread-safe: use it from one event loop.
     """
 
-    def __init__(self, router: DeploymentHandle[Any], *, host: str | None = None) -> None:
+    def __init__(
+        self,
+        router: DeploymentHandle[Any],
+        *,
+        host: str | None = None,
+        sink_ports: PortRange | None = None,
+    ) -> None:
         """Nothing starts until first use.
 
         Args:
             router: handle of a RouterDeployment.
             host: address of this node that replicas can reach; None: the one that Ray uses.
+            sink_ports: first and last port on which tokens may arrive; None: any.
         """
         self._router = router
         self._host = host
+        self._sink_ports = sink_ports
         self._generate_method: DeploymentHandle[Any] | None = None
         self._status_method: DeploymentHandle[Any] | None = None
         self._sink: TokenSink | None = None
@@ -310,7 +319,8 @@ class LLMClient:
         return await asyncio.shield(self._starting)
 
     async def _start_sink(self) -> TokenSink:
-        sink = TokenSink(host=self._host or cast(str, ray.util.get_node_ip_address()))  # pyright: ignore[reportUnknownMemberType]
+        host = self._host or cast(str, ray.util.get_node_ip_address())  # pyright: ignore[reportUnknownMemberType]
+        sink = TokenSink(host=host, ports=self._sink_ports)
         await sink.start()
         self._sink = sink
         return sink

@@ -7,6 +7,7 @@ that proved to hold this boot's key: for each peer `connected`, then frames, the
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import secrets
 from typing import Any, Protocol, cast, override
@@ -32,6 +33,8 @@ HANDSHAKE_TIMEOUT_S = 5.0
 SILENCE_LIMIT_S = 10.0
 """A live replica pings every second; after this long without a byte its connection is dead."""
 MAX_UNAUTHENTICATED = 64
+PortRange = tuple[int, int]
+"""First and last."""
 
 
 class FrameReceiver(Protocol):
@@ -159,9 +162,19 @@ class FrameServer:
         receiver: where the frames go.
     """
 
-    def __init__(self, receiver: FrameReceiver, *, host: str) -> None:
+    def __init__(
+        self, receiver: FrameReceiver, *, host: str, ports: PortRange | None = None
+    ) -> None:
+        """Nothing listens before `start`.
+
+        Args:
+            receiver: where the frames go.
+            host: address of this node that replicas can reach.
+            ports: first and last of those that may be bound; None: any free one.
+        """
         self.receiver = receiver
         self._host = host
+        self._ports = ports
         self._address: SinkAddress | None = None
         self._server: asyncio.Server | None = None
         self._reaper: asyncio.Task[None] | None = None
@@ -177,10 +190,9 @@ class FrameServer:
         """Bind a free port and draw this boot's id and key.
 
         Raises:
-            OSError: the host is not an address of this node.
+            OSError: the host is not an address of this node, or no port of the range is free.
         """
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: ReplicaPeer(self), self._host, 0)
+        self._server = await self._listen()
         self._address = SinkAddress(
             host=self._host,
             port=self._server.sockets[0].getsockname()[1],
@@ -188,6 +200,20 @@ class FrameServer:
             key=secrets.token_bytes(32),
         )
         self._reaper = asyncio.create_task(self._reap())
+
+    async def _listen(self) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        first, last = self._ports or (0, 0)
+        for port in range(first, last + 1):
+            try:
+                return await loop.create_server(lambda: ReplicaPeer(self), self._host, port)
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+        raise OSError(
+            errno.EADDRINUSE,
+            f"no port of sink_ports {first}-{last} is free on {self._host}; give a wider range",
+        )
 
     async def close(self) -> None:
         """Stop listening and drop every connection."""

@@ -25,6 +25,7 @@ from app.completion_service import CompletionService
 from app.content_filter import ContentFilter, load_check
 from app.errors import ConfigError
 from app.exchange import Edge
+from app.frame_server import PortRange
 from app.generation_config import load_sampling_defaults
 from app.grpc import generation_pb2 as pb
 from app.grpc.endpoint import GrpcEndpoint, error_chunk
@@ -57,6 +58,7 @@ class Ingress:
         shared: DeploymentHandle[Any],
         *,
         tracing: TracingConfig | None = None,
+        sink_ports: PortRange | None = None,
     ) -> None:
         """Load the tokenizer; connections are made on first use.
 
@@ -65,10 +67,11 @@ class Ingress:
             config: limits and keys.
             shared: handle of the SharedState.
             tracing: where the spans of HTTP requests go; None: nowhere.
+            sink_ports: first and last port on which tokens may arrive; None: any.
         """
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._is_configured = False
-        self._client = LLMClient(router)
+        self._client = LLMClient(router, sink_ports=sink_ports)
         self._metrics = IngressMetrics(replica_id)
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="ingress", instance=replica_id

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from app.audit import AuditConfig, check_file
 from app.auth import load_key_hashes, load_keys
@@ -78,6 +78,7 @@ class Settings:
         shared_state: what its replicas share.
         num_ingress_replicas: processes that speak HTTP, about one core each under load.
         tracing: where the spans of all of them go.
+        sink_ports: first and last port on which tokens and load events may arrive; None: any.
     """
 
     engine: EngineConfig
@@ -87,6 +88,7 @@ class Settings:
     shared_state: SharedStateConfig
     num_ingress_replicas: int
     tracing: TracingConfig
+    sink_ports: tuple[int, int] | None = None
 
 
 class _Section(BaseModel):
@@ -137,6 +139,14 @@ class _Args(_Section):
     router: RouterConfig = RouterConfig()
     ingress: _Ingress = _Ingress()
     tracing: TracingConfig = TracingConfig()
+    sink_ports: tuple[int, int] | None = None
+
+    @field_validator("sink_ports")
+    @classmethod
+    def _check_ports(cls, ports: tuple[int, int] | None) -> tuple[int, int] | None:
+        if ports is not None and not 1024 <= ports[0] <= ports[1] <= 65535:
+            raise ValueError(f"first and last port, in [1024, 65535], got {list(ports)}")
+        return ports
 
 
 def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settings:
@@ -207,6 +217,7 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
         shared_state=SharedStateConfig(responses=ingress.responses, limits=limits),
         num_ingress_replicas=ingress.num_replicas,
         tracing=replace(parsed.tracing, directory=trace_directory),
+        sink_ports=parsed.sink_ports,
     )
 
 

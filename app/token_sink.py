@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from app.frame_server import FrameServer, ReplicaPeer
+from app.frame_server import FrameServer, PortRange, ReplicaPeer
 from replicas.frames import (
     FrameError,
     FrameKind,
@@ -153,8 +153,8 @@ class TokenQueue:
 class TokenSink:
     """The receiving end of the token streams of every replica that works for this process."""
 
-    def __init__(self, *, host: str) -> None:
-        self._server = FrameServer(self, host=host)
+    def __init__(self, *, host: str, ports: PortRange | None = None) -> None:
+        self._server = FrameServer(self, host=host, ports=ports)
         self._queues: dict[str, TokenQueue] = {}
         self._peers: dict[str, ReplicaPeer] = {}
 

@@ -25,6 +25,7 @@ from ray.experimental.internal_kv import (
 
 from replicas.autoscaling_stats import RouterDemands, autoscaling_stats
 from replicas.config import EngineConfig, TracingConfig
+from replicas.engine.device_memory import DeviceMemory
 from replicas.engine.step_stats import StepStats
 from replicas.engine.step_trace import StepTrace
 from replicas.engine_metrics import EngineMetrics
@@ -98,6 +99,10 @@ class RunningEngine(Protocol):
     @property
     def step_stats(self) -> StepStats:
         """What the steps took and held so far."""
+        ...
+
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """Memory of each device that counts it; thread-safe."""
         ...
 
     def check_health(self) -> None:
@@ -348,6 +353,7 @@ class EngineDeployment:
             self._metrics.observe_load(engine.load())
             self._metrics.observe_steps(engine.step_stats)
             self._metrics.observe_stream(self._stream)
+            self._metrics.observe_memory(engine.device_memory())
             try:
                 engine.check_health()
             except EngineDead as error:

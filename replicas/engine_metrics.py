@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ray.serve import metrics
 
+from replicas.engine.device_memory import DeviceMemory
 from replicas.engine.step_stats import PHASES, STEP_KINDS, StepKind, StepStats
 from replicas.errors import ServingError
 from replicas.histograms import INTER_TOKEN_BUCKETS_S, LATENCY_BUCKETS_S, REQUEST_BUCKETS_S
@@ -63,6 +64,18 @@ class EngineMetrics:
             "systole_engine_token_stream_buffered_bytes",
             description="Tokens' bytes that token sinks have not taken yet.",
         )
+        self._device_memory = {
+            kind: metrics.Gauge(
+                f"systole_engine_device_memory_{kind}_bytes",
+                description=description,
+                tag_keys=("device",),
+            )
+            for kind, description in (
+                ("used", "Memory that is allocated on a device (HBM)."),
+                ("peak", "Most that ever was."),
+                ("limit", "What the device has for programs."),
+            )
+        }
         self._steps = StepMetrics()
 
     def observe_request(
@@ -91,6 +104,14 @@ class EngineMetrics:
         """Export how far the token sinks are behind; called about once a second."""
         self._stream_requests.set(stream.num_records)
         self._stream_bytes.set(stream.num_buffered_bytes)
+
+    def observe_memory(self, memory: Sequence[DeviceMemory]) -> None:
+        """Export what the devices say of their memory; called about once a second."""
+        for one in memory:
+            tags = {"device": one.device}
+            self._device_memory["used"].set(one.used_bytes, tags=tags)
+            self._device_memory["peak"].set(one.peak_bytes, tags=tags)
+            self._device_memory["limit"].set(one.limit_bytes, tags=tags)
 
     def observe_steps(self, stats: StepStats) -> None:
         """Export what the steps took and held; called about once a second."""

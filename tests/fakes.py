@@ -17,6 +17,7 @@ from typing import Any
 import ray
 
 from replicas.config import EngineConfig
+from replicas.engine.device_memory import DeviceMemory
 from replicas.engine.step_stats import StepStats
 from replicas.engine.step_trace import StepTrace
 from replicas.errors import ContextLengthExceeded, EngineDead
@@ -140,6 +141,9 @@ class FakeEngineLoop:
     @property
     def step_stats(self) -> StepStats:
         return StepStats()
+
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        return (DeviceMemory(device="0", used_bytes=10, peak_bytes=20, limit_bytes=30),)
 
     def check_health(self) -> None:
         if self._death is not None:

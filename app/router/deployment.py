@@ -31,6 +31,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponse
 from app.autoscaling.config import AutoscalingConfig
 from app.autoscaling.schedule import reopens_at
 from app.errors import ConfigError
+from app.frame_server import PortRange
 from app.light_settings import LIGHT_ROUTER_SETTINGS, apply_light_settings
 from app.router.config import RouterConfig
 from app.router.core import RouterCore
@@ -120,6 +121,7 @@ class RouterDeployment:
         *,
         tracing: TracingConfig | None = None,
         autoscaling: AutoscalingConfig | None = None,
+        sink_ports: PortRange | None = None,
     ) -> None:
         """Begin to look for replicas.
 
@@ -128,6 +130,7 @@ class RouterDeployment:
             config: limits; None takes the defaults.
             tracing: where the spans of requests go; None: nowhere.
             autoscaling: tells when there may be no replica, and when one may be asked for.
+            sink_ports: first and last port on which the replicas' events may arrive; None: any.
         """
         context = serve.get_replica_context()
         self._app_name = context.app_name
@@ -145,7 +148,7 @@ class RouterDeployment:
         self._wakeup: asyncio.TimerHandle | None = None
         self._wakeup_at = math.inf
         host = cast(str, ray.util.get_node_ip_address())  # pyright: ignore[reportUnknownMemberType]
-        self._events = EventSink(self._feed, host=host)
+        self._events = EventSink(self._feed, host=host, ports=sink_ports)
         # gRPC and pickle: 1.8 ms a call against 5.8 ms for an actor call.
         self._engine: DeploymentHandle[Any] = engine.options(
             _by_reference=False, request_serialization="pickle", response_serialization="pickle"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from app.frame_server import FrameServer, ReplicaPeer
+from app.frame_server import FrameServer, PortRange, ReplicaPeer
 from app.router.events import LoadChanged, ReplicaReported, ReplicaSuspected
 from replicas.frames import FrameError, FrameKind, unpack_event, unpack_report
 from replicas.wire import ModelInfo, SinkAddress
@@ -24,10 +24,16 @@ class EventSink:
         model_info: what the replicas serve, as last reported; None before the first report.
     """
 
-    def __init__(self, on_event: Callable[[LoadEvent], None], *, host: str) -> None:
+    def __init__(
+        self,
+        on_event: Callable[[LoadEvent], None],
+        *,
+        host: str,
+        ports: PortRange | None = None,
+    ) -> None:
         self.model_info: ModelInfo | None = None
         self._on_event = on_event
-        self._server = FrameServer(self, host=host)
+        self._server = FrameServer(self, host=host, ports=ports)
         self._peers: dict[str, ReplicaPeer] = {}
 
     @property

@@ -6,14 +6,17 @@ start-up runs on the device thread, except `Engine.validate`, which reads consta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from replicas.engine.device_memory import Device, DeviceMemory, read_device_memory
 from replicas.engine.engine import Engine
 from replicas.engine.step_stats import StepStats
 from replicas.engine.step_trace import Profiler, StepTrace, StepTracer
@@ -52,6 +55,7 @@ class EngineLoop:
         max_silence_s: float = 15.0,
         clock: Callable[[], float] = time.monotonic,
         profiler: Profiler | None = None,
+        devices: Sequence[Device] = (),
     ) -> None:
         """Wrap a warmed-up engine; `start` must follow.
 
@@ -61,11 +65,13 @@ class EngineLoop:
             max_silence_s: a step that takes longer than this counts as hung.
             clock: seconds, for the silence.
             profiler: traces steps when asked to; None: it cannot.
+            devices: asked for their memory.
         """
         self._engine = engine
         self._on_step = on_step
         self._max_silence_s = max_silence_s
         self._tracer = StepTracer(profiler)
+        self._devices = tuple(devices)
         self._idle_beat_s = min(_IDLE_BEAT_S, max_silence_s / 3)
         self._inbox: queue.SimpleQueue[_Submission | str | object] = queue.SimpleQueue()
         self._load = engine.load()
@@ -144,6 +150,10 @@ class EngineLoop:
         """What the steps took and held; read-only, and a step may be half counted."""
         return self._engine.stats
 
+    def device_memory(self) -> tuple[DeviceMemory, ...]:
+        """Memory of each device that counts it; thread-safe."""
+        return read_device_memory(self._devices)
+
     def check_health(self) -> None:
         """Return if the device thread lives. To be called about once a second; thread-safe.
 
@@ -177,6 +187,7 @@ class EngineLoop:
             self._thread.join(timeout=self._max_silence_s)
 
     def _run(self) -> None:
+        _name_thread("engine")
         try:
             while self._take_inbox():
                 has_work = self._engine.has_work
@@ -216,3 +227,9 @@ class EngineLoop:
             self._tracer.begin(item)
         elif item is _DROP_PREFIX_CACHE:
             self._engine.drop_prefix_cache()
+
+
+def _name_thread(name: str) -> None:
+    """Name this thread for `top -H` and the like; Linux only."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)

@@ -362,16 +362,21 @@ class ProgramStore:
         return program
 
     def _write(self, path: Path, data: bytes) -> None:
-        """Write atomically: several replicas may start at once."""
+        """Write atomically: several replicas may start at once. On a full disk nothing is left."""
+        partial: str | None = None
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(
                 dir=self._directory, prefix=_PARTIAL_PREFIX, delete=False
             ) as file:
+                partial = file.name
                 file.write(data)
-            os.chmod(file.name, _FILE_MODE)
-            os.replace(file.name, path)
+            os.chmod(partial, _FILE_MODE)
+            os.replace(partial, path)
         except OSError as error:
+            if partial is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(partial)
             logger.warning("program store %s is not writable: %s", self._directory, error)
 
     def _is_own_platform(self, header: ProgramHeader) -> bool:

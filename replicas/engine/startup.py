@@ -175,6 +175,7 @@ def start_engine_loop(
         on_step,
         max_silence_s=config.max_step_s,
         profiler=Profiler(jax.profiler.start_trace, jax.profiler.stop_trace),
+        devices=jax.local_devices()[: config.tensor_parallel],
     )
     loop.start()
     return loop

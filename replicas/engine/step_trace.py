@@ -22,7 +22,7 @@ class Profiler:
         stop: ends it and writes it.
     """
 
-    start: Callable[[str], None]
+    start: Callable[[str], object]
     stop: Callable[[], None]
 
 
@@ -57,6 +57,8 @@ class StepTracer:
 
     def begin(self, trace: StepTrace) -> None:
         """Start a trace; one that cannot start fails at once."""
+        if not trace.done.set_running_or_notify_cancel():
+            return  # nobody waits for it any more; once it runs it cannot be cancelled
         if self._profiler is None:
             trace.done.set_exception(RuntimeError("this engine has no profiler"))
         elif self._trace is not None:

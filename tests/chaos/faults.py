@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.chaos import sockets
+from tests.chaos import sockets, threads
 from tests.chaos.service import (
     CONTROLLER,
     ENGINE,
@@ -60,7 +60,8 @@ class Fault:
 
 def _kill(group: str) -> Callable[[Service], Awaitable[None]]:
     async def strike(service: Service) -> None:
-        service.kill(group)
+        # After a change of replicas an older HAProxy drains beside the new one.
+        service.kill(group, count=len(service.pids(group)) if group == PROXY else 1)
 
     return strike
 
@@ -126,6 +127,18 @@ async def _exhaust_memory(service: Service) -> None:
 def _address_space(pid: int) -> int:
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+async def _hang_device(service: Service) -> None:
+    """The device thread of an engine stands still until Serve has replaced the replica."""
+    pid = service.pids(ENGINE)[0]
+    with threads.hung(pid, "engine") as thread:
+        deadline = time.monotonic() + CHANGE_LIMIT_S
+        while pid in service.pids(ENGINE):
+            threads.reap(thread)
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not replaced within {CHANGE_LIMIT_S:.0f} s")
+            await asyncio.sleep(0.25)
 
 
 async def _flood(service: Service) -> None:
@@ -230,6 +243,7 @@ FAULTS = (
     Fault("stop-proxy", "stop HAProxy for 20 s", _stop(PROXY)),
     Fault("stop-controller", "stop Serve's controller for 20 s", _stop(CONTROLLER)),
     Fault("stop-gcs", "stop the head's GCS for 20 s", _stop(GCS)),
+    Fault("hang-device", "an engine's device thread hangs for good", _hang_device),
     Fault("cut-sockets", "cut all token sockets three times", _cut_sockets),
     Fault("delay-sockets", "token sockets lose all packets for 3 s", _delay_sockets(3.0)),
     Fault("silence-sockets", "the same for 15 s", _delay_sockets(15.0)),

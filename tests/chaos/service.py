@@ -28,6 +28,7 @@ from app.readiness import dashboard_headers
 from bench import processes
 from bench.top import Scrape, parse
 from tests.checkpoints import TINY_LLAMA, write_checkpoint
+from tests.node_metrics import read_node_metrics
 from tests.tiny_tokenizer import write_model_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -215,21 +216,8 @@ class Service:
 
     def scrape_node(self) -> Scrape | None:
         """What Ray's agent exports for the whole node."""
-        sessions = {
-            match[0]
-            for pid in self.pids("raylet")
-            if (match := re.search(r"/\S*session_[0-9_-]+", _command(pid)))
-        }
-        for session in sessions:
-            found = Path(session) / "prom_metrics_service_discovery.json"
-            directory = found if found.exists() else Path(session).parent / found.name
-            with contextlib.suppress(OSError, ValueError):
-                for entry in json.loads(directory.read_text()):
-                    for target in entry["targets"]:
-                        text = self._fetch(f"http://{target}/metrics")
-                        if text and session.rpartition("/")[2] in text:
-                            return parse(text, at_s=time.monotonic())
-        return None
+        text = read_node_metrics(self._members())
+        return parse(text, at_s=time.monotonic()) if text else None
 
     def get_json(self, path: str) -> dict[str, Any] | None:
         """Body of a GET, whatever its status; None where there is none."""
@@ -272,9 +260,3 @@ class Service:
 
     def _members(self) -> set[int]:
         return set() if self._process is None else find_members(self._process.pid, -1)
-
-
-def _command(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
-    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -268,6 +269,20 @@ def test_a_directory_that_cannot_be_written_still_serves(
     assert Toy().run(store) == [1.0] * 3
     store.save_index()
     assert "not writable" in caplog.text
+
+
+def test_a_full_disk_is_served_from_and_keeps_no_partial_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(source: str, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", no_space)
+    store = open_store(tmp_path)
+    assert Toy().run(store) == [1.0] * 3
+    store.save_index()
+    assert "No space left" in caplog.text
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_sources_hash_sees_every_device_module(tmp_path: Path) -> None:

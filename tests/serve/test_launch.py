@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
 import os
 import re
 import signal
@@ -18,6 +19,9 @@ import pytest
 
 from app.launch_config import find_free, read_config
 from app.process_tree import find_members
+from bench.top import Scrape, parse
+from tests.node_metrics import panel_queries, read_node_metrics, rule_queries
+from tests.promql import evaluate, scalars
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240
@@ -150,6 +154,47 @@ def test_rays_lines_go_to_the_log_and_progress_to_the_terminal(server: MakeServe
     assert not [line for line in server.lines if "pid=" in line]
     assert any(line.startswith("Starting Ray") for line in server.lines)
     assert server.lines[-4].startswith("  URL")
+
+
+def scrape_all(server: MakeServe) -> Scrape:
+    """The service's metrics and its node's, as one Prometheus would have them."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+    connection.request("GET", "/metrics")
+    text = connection.getresponse().read().decode()
+    connection.close()
+    members = find_members(server.process.pid, server.process.pid)
+    return parse(f"{text}\n{read_node_metrics(members)}", at_s=time.monotonic())
+
+
+def test_every_query_of_dashboard_and_rules_runs_on_this_services_metrics(
+    server: MakeServe,
+) -> None:
+    """Evaluated over two scrapes with traffic in between: each panel shows something."""
+    deadline = time.monotonic() + 60
+    while True:
+        before = scrape_all(server)
+        for _ in range(3):
+            stream(server.port, 32, threading.Event(), [])
+        time.sleep(3)  # replicas export once a second, the agent a little later
+        after = scrape_all(server)
+        empty = [
+            query
+            for query in panel_queries()
+            if "device_memory" not in query  # a CPU does not count it
+            and not scalars(evaluate(query, before, after))
+        ]
+        unknown = [
+            query
+            for query in panel_queries()
+            if query.startswith("histogram_quantile")
+            and any(map(math.isnan, scalars(evaluate(query, before, after))))
+        ]
+        if not empty and not unknown:
+            break
+        assert time.monotonic() < deadline, (empty, unknown)
+    fired = [query for query in rule_queries() if scalars(evaluate(query, before, after))]
+    # Latencies of a busy test machine may fire; these may not.
+    assert not [query for query in fired if "compiles" in query or "num_replicas" in query], fired
 
 
 def test_no_port_is_shared_with_a_checkout_on_the_usual_ports(server: MakeServe) -> None:

@@ -49,7 +49,7 @@ def test_a_missing_doubled_or_other_token_is_seen() -> None:
     assert traffic.recovery_s(1.0) == 4.0
 
 
-def test_the_table_has_a_row_for_each_fault_and_says_what_failed() -> None:
+def test_a_run_replaces_its_own_rows_of_the_table() -> None:
     outcome = {
         "what": "kill -9",
         "num_requests": 9,
@@ -60,9 +60,19 @@ def test_the_table_has_a_row_for_each_fault_and_says_what_failed() -> None:
         "whole_s": 3.0,
         "leaks": ["1 pages"],
     }
-    table = page.render([outcome], {"utc": "2026-01-01T00:00:00", "num_cpus": 2})
-    assert "| kill -9 | 9 | 2 x HTTP 503 | 0 | 1.2 s | 0.5 s | 3.0 s | 1 pages |" in table
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    stamp = {"utc": "2026-01-01T00:00:00", "commit": "abc"}
     text = page.PAGE.read_text()
     assert page.BEGIN in text
     assert page.END in text
+    order = ["first", "kill -9"]
+    empty = f"head\n{page.BEGIN}{page.END}tail\n"
+    once = page.merge(empty, [outcome, outcome | {"what": "first"}], stamp, order)
+    twice = page.merge(once, [outcome | {"errors": {}}], stamp, order)
+    row = "| 9 | {} | 0 | {} | 0.5 s | 3.0 s | 1 pages | 2026-01-01, abc |"
+    assert once.index("| first |") < once.index("| kill -9 |")
+    assert "| kill -9 " + row.format("2 x HTTP 503", "1.2 s") in once
+    assert "| kill -9 " + row.format("0", "-") in twice
+    assert "| first " + row.format("2 x HTTP 503", "1.2 s") in twice
+    assert twice.startswith("head\n")
+    assert twice.endswith("tail\n")
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)

@@ -181,9 +181,13 @@ def test_a_trace_of_an_idle_engine_ends_by_its_time_or_with_the_loop(tmp_path):
     trace = StepTrace(directory=tmp_path, num_steps=5, max_s=0.1)
     loop.trace_steps(trace)
     assert trace.done.result(timeout=10) == 0
+    given_up = StepTrace(directory=tmp_path, num_steps=5, max_s=60)
+    given_up.done.cancel()
+    loop.trace_steps(given_up)
     trace = StepTrace(directory=tmp_path, num_steps=5, max_s=60)
     loop.trace_steps(trace)
     loop.stop()
+    assert not trace.done.cancel()
     assert trace.done.result(timeout=10) == 0
     assert fake.events[-1] == ("stop",)
 

@@ -73,6 +73,28 @@ def test_a_request_goes_out_at_once_while_there_is_credit() -> None:
     assert (core.num_booked, core.num_queued) == (1, 0)
 
 
+def test_a_request_is_sent_with_a_prediction_that_grows_with_its_prompt() -> None:
+    core = make_core("a", max_backlog_s=60)
+    for second in range(1, 40):
+        load = dataclasses.replace(
+            IDLE,
+            num_steps=10 * second,
+            num_computed_tokens=1000 * second,
+            num_prefill_tokens=1000 * second,
+            busy_s=1.0 * second,
+            step_s=0.1,
+        )
+        core.on(LoadChanged("a", second, load), float(second))
+    predicted: list[float] = []
+    for name, num_prompt_tokens in (("short", 10), ("long", 1000)):
+        (send,) = core.on(arrived(name, num_prompt_tokens=num_prompt_tokens), 40.0)
+        assert isinstance(send, Send)
+        assert send.ttft_s is not None
+        predicted.append(send.ttft_s)
+        core.on(RequestEnded(name), 40.0)
+    assert 0 < predicted[0] < predicted[1]
+
+
 def test_the_replica_with_fewest_outstanding_tokens_is_chosen() -> None:
     core = make_core("a", "b")
     first = sends(core.on(arrived("long", num_prompt_tokens=500), 0.0))["long"]
