@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from app.metrics import IngressMetrics
+from app.router.config import RouterConfig
+from app.router.cost import PredictedCost
 from app.settings import parse_settings
 from bench.router_real.client import Ask, Reply
 from bench.router_real.prediction import calibrate, measured, predict, predicted
@@ -17,6 +19,8 @@ from bench.router_real.workload import distinct, with_shared_prefixes
 from bench.router_sim.calibration import path_s
 from bench.router_sim.hardware import Hardware
 from bench.router_sim.replica import SimReplica, SimSequence
+from bench.router_sim.simulation import Record, Scenario, Simulation
+from bench.router_sim.traces import SimRequest
 from replicas.wire import ReplicaLoad, ServiceStatus
 
 SIZES = Sizes()
@@ -157,3 +161,34 @@ def test_a_planned_step_delays_whoever_arrives_and_mixed_steps_take_few_prompt_t
     assert times[1] - times[0] == pytest.approx(REAL.step_s(1, 0, 80), rel=0.1)
     # 64 tokens beside one stream: 16 at a time.
     assert times[0] - 0.4 > 4 * REAL.step_s(17, 16 * 32, 80)
+
+
+def overload(rate: float, count: int, *, is_told: bool) -> list[Record]:
+    """Short prompts, long answers, few slots: what a small service has."""
+    asks = distinct(count, prompt_tokens=64, max_tokens=64, seed=1, rate=rate)
+    requests = [SimRequest(str(n), ask.arrival_s, 64, 64, ()) for n, ask in enumerate(asks)]
+    scenario = Scenario(
+        num_replicas=2,
+        hardware=REAL,
+        typical_output=64,
+        ttft_target_s=6.0,
+        tpot_target_s=10.0,
+        are_targets_told=is_told,
+        event_interval_s=0.02,
+    )
+    config = RouterConfig(max_queued_requests=48)
+    return Simulation(scenario, requests, PredictedCost, config).run().records
+
+
+def test_where_slots_lack_three_times_the_load_costs_no_goodput() -> None:
+    """Admitted for as long as the queue has room, nearly everybody would come just too late."""
+    full = [record for record in overload(100.0, 68, is_told=False) if record.error is None]
+    capacity = len(full) / max(record.ended_at for record in full)
+    records = overload(3 * capacity, int(180 * capacity), is_told=True)
+    good = [record for record in records if record.error is None and record.ttft_s <= 6.0]
+    goodput = sum(12 <= record.ended_at < 60 for record in good) / 48
+    assert goodput >= 0.9 * capacity
+    served = sum(record.error is None for record in records)
+    assert len(good) >= 0.95 * served
+    refused = {record.error for record in records if record.error is not None}
+    assert refused == {"overloaded"}, "at once, not after a wait"
