@@ -19,6 +19,9 @@ MAX_RETRY_AFTER_S = 60.0
 AGEING = 10.0
 """A request may be overtaken by shorter ones for so many times its own prefill time."""
 
+STAY_WEIGHT = 0.03
+"""Weight of the latest request in `StayTime`."""
+
 OUTPUT_WEIGHT = 2.0
 """What an output token counts against a prompt token in a tenant's service (VTC's w_q / w_p)."""
 
@@ -122,6 +125,13 @@ class WaitingQueue:
             len(self._requests) >= self.max_requests
             or self.num_tokens + num_prompt_tokens > self.max_tokens
         )
+
+    def num_before(self, request: QueuedRequest) -> int:
+        """Estimate how many leave before a new request: turns are equal between tenants."""
+        tenant = self._tenants.get(request.tenant)
+        own = 0 if tenant is None else tenant.num_requests
+        num_tenants = sum(1 for known in self._tenants.values() if known.num_requests)
+        return min(len(self._requests), own * max(1, num_tenants) + num_tenants - (own > 0))
 
     def displaced_by(self, request: QueuedRequest) -> list[QueuedRequest]:
         """Choose what a request takes the place of in a full queue; empty: it has to stay out.
@@ -294,3 +304,17 @@ class DrainRate:
         rate = self.tokens_per_s(now)
         estimate = num_tokens / rate if rate > 0 else MIN_RETRY_AFTER_S
         return min(max(estimate, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+
+
+class StayTime:
+    """How long a request keeps its slot, an average of the last ones."""
+
+    def __init__(self, weight: float = STAY_WEIGHT) -> None:
+        self.mean_s = 0.0
+        self._weight = weight
+        self._num_added = 0
+
+    def add(self, seconds: float) -> None:
+        """Count a request that has ended."""
+        self._num_added += 1
+        self.mean_s += max(self._weight, 1 / self._num_added) * (seconds - self.mean_s)

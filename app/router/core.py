@@ -14,7 +14,7 @@ import random
 import numpy as np
 
 from app.router import refusals
-from app.router.admission import DrainRate, QueuedRequest, WaitingQueue
+from app.router.admission import DrainRate, QueuedRequest, StayTime, WaitingQueue
 from app.router.batch_window import BatchWindow
 from app.router.breakers import CircuitBreakers
 from app.router.config import RouterConfig
@@ -47,6 +47,10 @@ TIE_S = 1e-3
 
 REFUSAL_MARGIN = 1.1
 """A request is refused when its predicted first token is so many times later than wanted."""
+
+SLOT_WAIT_SHARE = 0.65
+"""Of its time, what a request may be predicted to wait for a slot: under overload the queue is as
+long as is let in, so that without a margin everybody would come just too late."""
 
 
 class RouterCore:
@@ -84,7 +88,8 @@ class RouterCore:
         self._index = PrefixIndex(max_keys=config.max_indexed_pages)
         self._device_index: PrefixIndex | None = None  # only where there is a tier behind it
         self._breakers = CircuitBreakers()
-        self._sent: dict[str, tuple[QueuedRequest, ReplicaView]] = {}
+        self._stays = StayTime()
+        self._sent: dict[str, tuple[QueuedRequest, ReplicaView, float]] = {}
         self._hopes_until: float | None = None
 
     @property
@@ -218,12 +223,13 @@ class RouterCore:
     def _end(self, request_id: str, num_output_tokens: int | None, now: float) -> None:
         if request_id in self._queue:
             self._queue.remove(request_id)
-        request, view = self._sent.pop(request_id, (None, None))
+        request, view, sent_at = self._sent.pop(request_id, (None, None, now))
         if request is not None and view is not None:
             view.release(request_id)
             self._fleet.refresh(view)
             self._drain_rate.add(request.num_prompt_tokens, now)
             if num_output_tokens is not None:
+                self._stays.add(now - sent_at)
                 self._queue.refund(request, num_output_tokens)
                 self._close_breaker(view)
                 self._meter.ended(num_output_tokens)
@@ -356,6 +362,7 @@ class RouterCore:
                 ttft_s = float(answer.ttft_s[best])
                 prefill_s = ttft_s - float(answer.queued_s[best])
                 ttft_s += self._queue.prefill_s / int(routable.sum())
+                ttft_s = max(ttft_s, prefill_s + self._slot_wait_s(request) / SLOT_WAIT_SHARE)
                 left_s = request.first_token_by - now
                 if ttft_s > REFUSAL_MARGIN * left_s:
                     actions.append(Fail(request.request_id, refusals.cannot_meet(ttft_s, left_s)))
@@ -367,6 +374,19 @@ class RouterCore:
         self._queue.push(request)
         if self._window.is_used:
             self._window.join(now, start_by=request.first_token_by - request.prefill_s)
+
+    def _slot_wait_s(self, request: QueuedRequest) -> float:
+        """Predict how long a new request will wait for a slot, here and at its replica.
+
+        By Little's law over those that were sent: as many end in a second as stay, divided by how
+        long they stay. Nothing where a replica has a slot to give: then it is not slots that lack.
+        """
+        if np.count_nonzero(self._ready()):
+            return 0.0
+        num_routable = np.count_nonzero(self._fleet.is_routable)
+        num_before = self._queue.num_before(request)
+        num_before += int(num_routable) * self._config.max_waiting_per_replica
+        return (num_before + 1) * self._stays.mean_s / max(1, len(self._sent))
 
     def _dispatch(self, now: float, actions: list[Action]) -> None:
         """Send queued requests, in order, while any replica has credit."""
@@ -454,7 +474,7 @@ class RouterCore:
         view.book(request.request_id, booking, now)
         self._meter.sent(booking)
         self._fleet.refresh(view)
-        self._sent[request.request_id] = (request, view)
+        self._sent[request.request_id] = (request, view, now)
 
     def _rate(self, request: QueuedRequest, now: float) -> tuple[Answer, Question]:
         fleet, keys = self._fleet, request.page_keys

@@ -18,8 +18,12 @@ from replicas.wire import ReplicaLoad
 FORGETTING = 0.998
 """Weight that a report loses with each one after it: about the last 500 count."""
 PRIOR_WEIGHT = 1e-4
-RIDGE = 1e-7
-"""What is left of the prior for good: it decides between kinds of work that came together."""
+PRIOR_FORGETTING = 0.99
+RIDGE = 1e-8
+"""What is left of the prior for good, relative to what was seen of a kind of work: it decides
+between kinds that came together. Its proportions count only: the speed as a whole is measured."""
+MIN_RIDGE = 1e-14
+SPEED_WEIGHT = 0.02
 REFIT_EVERY = 32
 FIRST_REFITS = 64
 """So many reports are each followed by a fit."""
@@ -64,8 +68,10 @@ class StepModel:
         self.costs = prior
         self._prior = (prior.step, prior.token, prior.pair, prior.context)
         # Plain floats: this runs for every report, and on four numbers numpy takes longer.
-        self._normal = [PRIOR_WEIGHT if i == j else 0.0 for i, j in _UPPER]
-        self._target = [PRIOR_WEIGHT] * 4
+        self._normal = [0.0] * len(_UPPER)
+        self._target = [0.0] * 4
+        self._prior_weight = PRIOR_WEIGHT
+        self._speed = 0.0
         self._scale = 0.5
         self._num_reports = 0
 
@@ -98,7 +104,10 @@ class StepModel:
         weight = min(1.0, 2 * self._scale / error) if error > 0 else 1.0
         self._scale += 0.01 * (min(error, 4 * self._scale) - self._scale)
         self._scale = max(self._scale, MIN_SCALE)
+        self._prior_weight *= PRIOR_FORGETTING
         row = [count * prior / seconds for count, prior in zip(work, self._prior, strict=True)]
+        # sum(row) is what the prior predicts for a second's work.
+        self._speed += SPEED_WEIGHT * (math.log(sum(row)) - self._speed)
         weighted = [weight * value for value in row]
         self._normal = [
             FORGETTING * old + weighted[i] * row[j]
@@ -114,11 +123,13 @@ class StepModel:
 
     def _refit(self) -> None:
         """Solve for the coefficients in units of the prior; negative ones become 0."""
-        normal = RIDGE * np.eye(4)
+        normal = np.zeros((4, 4))
         for value, (i, j) in zip(self._normal, _UPPER, strict=True):
             normal[i, j] += value
             normal[j, i] = normal[i, j]
-        target = np.array(self._target) + RIDGE
+        weight = self._prior_weight + RIDGE * normal.diagonal() + MIN_RIDGE
+        normal += np.diag(weight)
+        target = np.array(self._target) + weight * math.exp(-self._speed)
         factors: npt.NDArray[np.float64] = np.zeros(4)
         active = [0, 1, 2, 3]
         while active:

@@ -16,6 +16,9 @@ from typing import Any, Self
 import aiohttp
 import orjson
 
+REFUSALS = ("overloaded", "deadline_exceeded", "engine_not_ready")
+"""Codes of refusals; a request that waits has an open stream after some seconds."""
+
 _DONE = b"[DONE]"
 
 
@@ -54,6 +57,7 @@ class Reply:
         first_token_at, ended_at: infinity when it never happened.
         num_cached_tokens: prompt tokens that the replica's cache held.
         error: what went wrong, or None.
+        code: the service's name for it, where it came within the stream.
     """
 
     ask: Ask
@@ -64,6 +68,7 @@ class Reply:
     ended_at: float = float("inf")
     num_cached_tokens: int = 0
     error: str | None = None
+    code: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -72,8 +77,8 @@ class Reply:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the service had no room, or no time."""
-        return self.status in (429, 503, 504)
+        """Whether the service had no room, or no time; it may find out after it began to answer."""
+        return self.status in (429, 503, 504) or self.code in REFUSALS
 
     @property
     def ttft_s(self) -> float:
@@ -202,6 +207,7 @@ async def _read(response: aiohttp.ClientResponse, reply: Reply) -> None:
 def _take(event: dict[str, Any], reply: Reply) -> None:
     if error := event.get("error"):
         reply.error = str(error)[:300]
+        reply.code = error.get("code")
     if usage := event.get("usage"):
         details = usage.get("prompt_tokens_details") or {}
         reply.num_cached_tokens = details.get("cached_tokens") or 0

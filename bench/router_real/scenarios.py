@@ -97,7 +97,7 @@ async def kill(service: Service, *, max_tokens: int = 256, kill_after: int = 4) 
     Args:
         service: idle.
         max_tokens: of each stream.
-        kill_after: tokens that every stream has when it happens.
+        kill_after: tokens that half of the streams have when it happens.
     """
     asks = [
         Ask(
@@ -112,7 +112,7 @@ async def kill(service: Service, *, max_tokens: int = 256, kill_after: int = 4) 
     pids = service.engine_pids()
     replies = [Reply(ask=ask) for ask in asks]
     streams = [asyncio.create_task(service.client.stream(reply)) for reply in replies]
-    while min(len(reply.token_ids) for reply in replies) < kill_after:
+    while sorted(len(reply.token_ids) for reply in replies)[NUM_STREAMS // 2] < kill_after:
         assert not any(reply.error for reply in replies), [reply.error for reply in replies]
         await asyncio.sleep(0.02)
     num_running = sum(len(reply.token_ids) < max_tokens for reply in replies)
@@ -226,7 +226,7 @@ async def overload(
 
 
 async def fairness(
-    service: Service, *, seconds: float = 40.0, prompt_tokens: int = 32, max_tokens: int = 48
+    service: Service, *, seconds: float = 60.0, prompt_tokens: int = 32, max_tokens: int = 32
 ) -> dict[str, Any]:
     """Two tenants, one of which sends ten times as much, both more than their half: equal service.
 
@@ -252,7 +252,8 @@ async def fairness(
     replies = await service.client.run_open(asks)
     await service.wait_for_replicas(NUM_REPLICAS)
     start = min(reply.sent_at for reply in replies)
-    window = (start + 0.25 * seconds, start + seconds)
+    # What was sent before both had a backlog has ended by then.
+    window = (start + 0.4 * seconds, start + seconds)
     served = [0, 0]
     for reply in replies:
         if reply.is_complete and window[0] <= reply.ended_at < window[1]:

@@ -122,7 +122,7 @@ class Service:
         status, body = await self.client.get("/metrics")
         if status != 200 or b"systole_router_queued_requests" not in body:
             return None
-        return _parse(body.decode())
+        return parse_metrics(body.decode())
 
     async def wait_for_replicas(self, count: int, *, limit_s: float = 300.0) -> Snapshot:
         """Wait until `count` replicas take requests and nothing runs.
@@ -185,7 +185,7 @@ async def running_service(sizes: Sizes, *, log: Path) -> AsyncIterator[Service]:
     port = find_free()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "serve_config.yaml"
-        path.write_text(yaml.safe_dump(_config(sizes, keys), sort_keys=False))
+        path.write_text(yaml.safe_dump(serve_config(sizes, keys), sort_keys=False))
         url = f"http://127.0.0.1:{port}"
         command = ServerCommand(
             name="systole",
@@ -201,7 +201,7 @@ async def running_service(sizes: Sizes, *, log: Path) -> AsyncIterator[Service]:
                 yield service
 
 
-def _config(sizes: Sizes, keys: tuple[str, ...]) -> dict[str, Any]:
+def serve_config(sizes: Sizes, keys: tuple[str, ...]) -> dict[str, Any]:
     """serve_config.yaml with these sizes."""
     config: dict[str, Any] = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
     (application,) = config["applications"]
@@ -222,7 +222,8 @@ def _config(sizes: Sizes, keys: tuple[str, ...]) -> dict[str, Any]:
     return config
 
 
-def _parse(text: str) -> Snapshot:
+def parse_metrics(text: str) -> Snapshot:
+    """Read an answer of /metrics; it is as of now."""
     names = {load_metric_name(name): name for name in LOAD_FIELDS}
     values: dict[str, dict[str, Any]] = {}
     num_queued = 0

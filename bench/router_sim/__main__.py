@@ -14,6 +14,7 @@ from typing import Any
 from bench.report import format_table, result_path, stamp, write_json
 from bench.router_sim import decision
 from bench.router_sim.experiment import TIERS, TOLD, Experiment, capacity, repeat
+from bench.router_sim.plots import plot_rates
 from bench.router_sim.policies import POLICIES
 from bench.router_sim.traces import NAMES
 
@@ -77,6 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     path = options.out or result_path("router_sim")
     write_json(path, {"stamp": stamp(), "command": options.command, "results": results})
     print(path)
+    if options.command == "compare" and len(options.rates) > 1:
+        plot_rates(path.with_suffix(".png"), results)
 
 
 def _row(result: dict[str, Any]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from app.router.admission import AGEING, OUTPUT_WEIGHT, QueuedRequest, WaitingQueue
+from app.router.admission import AGEING, OUTPUT_WEIGHT, QueuedRequest, StayTime, WaitingQueue
 
 
 def queued(name: str, **fields: object) -> QueuedRequest:
@@ -117,6 +117,30 @@ def test_the_memory_of_tenants_that_left_is_bounded() -> None:
         queue.push(queued("r", tenant=f"t{number}"))
         queue.serve("r")
     assert len(queue._tenants) < 10_000
+
+
+def test_equal_turns_decide_how_many_leave_before_a_new_request() -> None:
+    queue = make_queue()
+    new = queued("new", tenant="light")
+    assert queue.num_before(new) == 0
+    for number in range(20):
+        queue.push(queued(f"heavy{number}", tenant="heavy"))
+    assert queue.num_before(new) == 1
+    assert queue.num_before(queued("more", tenant="heavy")) == 20
+    for number in range(3):
+        queue.push(queued(f"light{number}", tenant="light"))
+    assert queue.num_before(new) == 7
+    assert queue.num_before(queued("more", tenant="heavy")) == 23
+
+
+def test_stays_are_averaged_from_the_first_on() -> None:
+    stays = StayTime()
+    assert stays.mean_s == 0
+    stays.add(4.0)
+    assert stays.mean_s == 4.0
+    for _ in range(300):
+        stays.add(1.0)
+    assert stays.mean_s == pytest.approx(1.0, abs=0.01)
 
 
 def bounded(max_requests: int, *, max_tokens: int = 10**9) -> WaitingQueue:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from bench.autoscaling import SLOW, surge, warp
 from bench.router_sim.experiment import Experiment, capacity, repeat
 from bench.router_sim.hardware import HBM_ONLY, HOST_TIER, Hardware
 from bench.router_sim.page_cache import PageCache
+from bench.router_sim.plots import plot_rates
 from bench.router_sim.policies import POLICIES, LeastTokens, LongestPrefix, RoundRobin
 from bench.router_sim.replica import SimReplica, SimSequence
 from bench.router_sim.scaling import Fixed, Fleet, Ours
@@ -189,6 +191,16 @@ def test_results_are_means_and_ranges_over_seeds() -> None:
     low, high = result["range"]["ttft_p50_s"]
     assert low <= result["mean"]["ttft_p50_s"] <= high
     assert low < high
+
+
+def test_a_comparison_is_drawn(tmp_path: Path) -> None:
+    experiments = [
+        Experiment(num_requests=20, num_replicas=2, rate=rate, policy=policy)
+        for rate in (1.0, 2.0)
+        for policy in ("ours", "random")
+    ]
+    plot_rates(tmp_path / "rates.png", [repeat(experiment, (1,)) for experiment in experiments])
+    assert (tmp_path / "rates.png").stat().st_size > 10_000
 
 
 def test_capacity_is_the_rate_where_the_goal_is_just_met() -> None:

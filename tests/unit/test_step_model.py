@@ -49,6 +49,15 @@ def test_it_finds_the_coefficients_of_exact_steps() -> None:
     check(model, TRUE, 0.05)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_device_a_hundred_times_slower_is_learnt_as_well(noise: float) -> None:
+    """Small models on a CPU: the prior must not stand in for what weighs little beside a step."""
+    slow = StepCosts(step=12e-3, token=2e-3, pair=4e-7, context=3e-6)
+    model = StepModel()
+    feed(model, slow, 1500, noise=noise)
+    check(model, slow, 0.02 + 2 * noise)
+
+
 def test_noise_and_outliers_hardly_move_it() -> None:
     model = StepModel()
     feed(model, TRUE, 2000, noise=0.1, outliers=0.03)
