@@ -44,7 +44,7 @@ class SystemEndpoints:
         return json_response({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        """Whether a request would be answered now: a replica has finished its warm-up."""
+        """Whether a request would be answered: by a replica, or by one that is started for it."""
         body: dict[str, object] = {"ready": False, "model": self._config.model_id}
         try:
             status = await status_soon(self._client)

@@ -1,6 +1,6 @@
 """How many replicas a load takes on each TPU, and what a million output tokens cost there.
 
-    python -m bench.capacity --requests-per-s 30 --prompt 1000 --output 250 --price v6e=2.70
+    python -m bench.capacity --rate 30 --prompt 1000 --output 250 --price v6e=2.70
 
 A plan, not a measurement: steps are predicted as `programs check` predicts them, from the model's
 config.json and the chips' sizes; what a replica carries within the targets follows from the
@@ -123,7 +123,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         replica = plan_replica(options.model, name, options.quantization)
         load = load_of(
             replica,
-            rate=options.requests_per_s,
+            rate=options.rate,
             prompt=options.prompt,
             output=options.output,
             hit_share=options.hit_share,
@@ -139,7 +139,7 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         price = options.prices.get(replica.generation)
         per_million = None
         if count and price is not None:
-            tokens = options.requests_per_s * options.output * 3600
+            tokens = options.rate * options.output * 3600
             per_million = count * replica.chips * price / tokens * 1e6
         found.append(
             {
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--model", choices=list(tpu_programs.MODELS), default="llama-3.1-8b")
     parser.add_argument("--quantization", choices=("none", "int8"), default="none")
     parser.add_argument("--slices", nargs="+", choices=SLICES, default=list(SLICES))
-    parser.add_argument("--requests-per-s", type=float, required=True, help="at the peak")
+    parser.add_argument("--rate", type=float, required=True, help="requests per second at the peak")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens")
     parser.add_argument("--output", type=int, default=250, help="tokens")
     parser.add_argument("--hit-share", type=float, default=0.0, help="of prompt tokens, cached")

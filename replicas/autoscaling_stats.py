@@ -22,11 +22,7 @@ REPORTED_LOAD = (
     "num_pending_prefill_tokens",
     "num_waiting_tokens",
     "num_pending_pairs",
-    "num_decodes",
-    "num_decode_context_tokens",
     "max_chunk_tokens",
-    "step_s",
-    "busy_s",
 )
 """Fields of ReplicaLoad that are reported."""
 

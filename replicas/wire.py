@@ -493,7 +493,7 @@ class ServiceStatus:
     """What a router knows.
 
     Attributes:
-        ready: at least one replica takes requests.
+        ready: requests are answered: a replica takes them, or one will be started for them.
         replicas: load of each routable replica, by id, drained ones too.
         num_queued: requests that wait in the router.
         num_queued_tokens: prompt tokens of those.

@@ -40,7 +40,7 @@ def deploy(
     Args:
         name: of the application.
         options: of its engines.
-        chips: that a replica takes.
+        chips: that a replica takes; 0 on a cluster that has none.
         scaling: the policy's settings, or a number of replicas.
         replica_wait_s: how long a request waits while there is no replica.
     """
@@ -54,7 +54,7 @@ def deploy(
         EngineDeployment,
         name="Engine",
         max_ongoing_requests=1000,
-        ray_actor_options={"num_cpus": 0, "resources": {"TPU": chips}},
+        ray_actor_options={"num_cpus": 0, "resources": {"TPU": chips} if chips else {}},
         request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
         graceful_shutdown_timeout_s=60,
         graceful_shutdown_wait_loop_s=0.1,

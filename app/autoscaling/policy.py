@@ -20,8 +20,8 @@ MIN_FAST_S, MAX_FAST_S = 5.0, 60.0
 """The rate of arrivals is remembered for a fifth of a boot: what takes longer to act on may be
 looked at for longer."""
 SLOW_FACTOR = 4.0
-"""A second memory, so many times longer. A rate that grows by g per second is g times as many
-seconds ahead of each, so their difference is the trend."""
+"""A second memory, so many times longer. A rate is ahead of each memory by the growth within it, so
+their ratio is the trend."""
 MAX_AHEAD_S = 300.0
 MAX_GROWTH = 2.0
 """A trend is not drawn on for longer, nor to more than so many times the present rate: a step looks
@@ -33,7 +33,7 @@ MIN_REQUESTS = 8.0
 """With fewer in memory one replica is enough, or nothing is foreseen when memory is short."""
 NOISE = 2.0
 """Standard deviations of a Poisson count by which the rate must grow to count as a trend."""
-DEADBAND = 0.1
+DEADBAND = 0.05
 """A replica goes only if the load could grow by this and `headroom` without it."""
 DRAIN_S = 30.0
 """A backlog that will still be there when new replicas are up is to be gone so much later."""
@@ -261,10 +261,8 @@ def _needed(
     config: AutoscalingConfig, state: State, seen: Observation, load: Workload, *, spare: float
 ) -> int:
     """Return the replicas that the load takes at the time when one ordered now would be up."""
-    ahead_s = _memory_s(config) + min(config.upscale_delay_s + config.boot_s, MAX_AHEAD_S)
-    rate = load.requests_per_s
-    rate = min(rate + _growth(config, state) * ahead_s, MAX_GROWTH * rate)
-    ahead = replace(load, requests_per_s=rate * (1 + spare))
+    rate = load.requests_per_s * _growth(config, state) * (1 + spare)
+    ahead = replace(load, requests_per_s=rate)
     model = ReplicaModel(
         step_s=seen.step_s,
         token_s=seen.token_s,
@@ -304,11 +302,15 @@ def _backlog(
 
 
 def _growth(config: AutoscalingConfig, state: State) -> float:
-    """Return by how much the rate of arrivals grows per second, where that is more than noise."""
+    """Return by what factor arrivals will have grown when a replica ordered now is up; at least 1.
+
+    As they have grown between the two memories, if that is more than noise.
+    """
     fast, slow, memory_s = state.fast.rate, state.slow.rate, _memory_s(config)
-    if fast - slow <= NOISE * math.sqrt(max(slow, 0.0) / (2 * memory_s)):
-        return 0.0
-    return (fast - slow) / ((SLOW_FACTOR - 1) * memory_s)
+    if slow <= 0 or fast - slow <= NOISE * math.sqrt(slow / (2 * memory_s)):
+        return 1.0
+    ahead_s = memory_s + min(config.upscale_delay_s + config.boot_s, MAX_AHEAD_S)
+    return min((fast / slow) ** (ahead_s / ((SLOW_FACTOR - 1) * memory_s)), MAX_GROWTH)
 
 
 def _note(

@@ -24,9 +24,9 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
 def test_twice_the_price_costs_twice_and_more_load_takes_more(
     capsys: pytest.CaptureFixture[Any],
 ) -> None:
-    small = plan(capsys, "--requests-per-s", "30", "--price", "v6e=2")
-    dear = plan(capsys, "--requests-per-s", "30", "--price", "v6e=4", "v5e=1")
-    large = plan(capsys, "--requests-per-s", "300", "--price", "v6e=2")
+    small = plan(capsys, "--rate", "30", "--price", "v6e=2")
+    dear = plan(capsys, "--rate", "30", "--price", "v6e=4", "v5e=1")
+    large = plan(capsys, "--rate", "300", "--price", "v6e=2")
     assert float(dear["per_million_output_tokens"]) == pytest.approx(
         2 * float(small["per_million_output_tokens"]), abs=0.011
     )
@@ -38,7 +38,7 @@ def test_twice_the_price_costs_twice_and_more_load_takes_more(
 def test_targets_that_no_replica_meets_and_prices_that_are_none(
     capsys: pytest.CaptureFixture[Any],
 ) -> None:
-    row = plan(capsys, "--requests-per-s", "1", "--tpot-s", "0.001")
+    row = plan(capsys, "--rate", "1", "--tpot-s", "0.001")
     assert (row["requests_per_s"], row["replicas"]) == ("0.00", "-")
     assert row["per_million_output_tokens"] == "-"
     with pytest.raises(Exception, match="GENERATION=NUMBER"):

@@ -203,6 +203,20 @@ def test_build_binds_ingress_router_and_engine(root: Path) -> None:
     assert ray.is_initialized() == was_initialized, "build starts nothing"
 
 
+def test_build_hands_serve_our_policy(root: Path) -> None:
+    scaling = {"min_replicas": 0, "max_replicas": 4, "boot_s": 100}
+    application = build({"model": str(root / "models/tiny"), "replicas": {"autoscaling": scaling}})
+    [router, _] = application._bound_deployment.init_args
+    router = router._bound_deployment
+    [engine, config] = router.init_args
+    serve_config = engine._bound_deployment._deployment_config.autoscaling_config
+    assert (serve_config.min_replicas, serve_config.max_replicas) == (0, 4)
+    assert serve_config.policy.policy_function == "app.autoscaling.serve_policy:LoadPolicy"
+    assert serve_config.policy.policy_kwargs["boot_s"] == 100
+    assert router.init_kwargs["autoscaling"] == AutoscalingConfig(**scaling)
+    assert config.replica_wait_s == 150
+
+
 def test_styles_of_messages_are_told_by_the_template_unless_set(root: Path) -> None:
     ingress = parse_settings(args(), root=root).ingress
     assert (ingress.tool_call_style, ingress.reasoning_style) == (None, None)
