@@ -1,4 +1,4 @@
-"""Whatever JSON the item- and block-shaped endpoints get, they answer or refuse; they never fail."""
+"""Whatever JSON the endpoints of items and blocks get, they answer or refuse; they never fail."""
 
 from __future__ import annotations
 
@@ -19,38 +19,14 @@ JSON = st.recursive(
 )
 TYPES = st.sampled_from(
     [
-        "message",
-        "function_call",
-        "function_call_output",
-        "reasoning",
-        "text",
-        "input_text",
-        "thinking",
-        "tool_use",
-        "tool_result",
-        "function",
-        "custom",
-        "x",
+        *("message", "function_call", "function_call_output", "reasoning", "text", "input_text"),
+        *("thinking", "tool_use", "tool_result", "function", "custom", "x"),
     ]
 )
 KEYS = st.sampled_from(
     [
-        "role",
-        "content",
-        "call_id",
-        "name",
-        "arguments",
-        "output",
-        "summary",
-        "id",
-        "input",
-        "tool_use_id",
-        "thinking",
-        "is_error",
-        "input_schema",
-        "parameters",
-        "text",
-        "strict",
+        *("role", "content", "call_id", "name", "arguments", "output", "summary", "id", "input"),
+        *("tool_use_id", "thinking", "is_error", "input_schema", "parameters", "text", "strict"),
     ]
 )
 NAMES = st.sampled_from(["user", "assistant", "system", "f", "{}", '{"a": 1}', ""])
