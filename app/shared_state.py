@@ -7,6 +7,7 @@ Invariant: no method waits for anything, so none can be overtaken in its middle.
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import time
 from dataclasses import dataclass
@@ -32,6 +33,10 @@ class SharedStateConfig:
 
     responses: StoreLimits = DEFAULT_LIMITS
     limits: RateLimits = NO_LIMITS
+
+
+CALL_TIMEOUT_S = 5.0
+"""How long the state may be away; Serve itself would wait until there is one again."""
 
 
 class SharedAccess(Protocol):
@@ -158,9 +163,10 @@ class SharedStateHandle:
         # In an empty context: see `LLMClient.call`.
         response = contextvars.Context().run(method.remote, *args, **options)
         try:
-            return await cast("DeploymentResponse[Any]", response)
-        except (RayActorError, DeploymentUnavailableError) as error:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                return await cast("DeploymentResponse[Any]", response)
+        except (RayActorError, DeploymentUnavailableError, TimeoutError) as error:
             raise EngineNotReady(
-                f"the state that the ingress replicas share cannot be reached: {error}",
+                f"the state that the ingress replicas share cannot be reached: {error!r}",
                 retry_after_s=1.0,
             ) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -120,10 +121,14 @@ def metadata(key: str = "k", **others: str) -> list[tuple[str, str]]:
 
 async def test_ingress_replicas_do_not_multiply_a_limit(service: Service) -> None:
     body = {"prompt": [5], "max_tokens": 2}
+    began_s = time.monotonic()
     answers = [await service.ask("POST", "/v1/completions", body, key="l") for _ in range(12)]
+    minutes = (time.monotonic() - began_s) / 60
     statuses = [status for status, _, _ in answers]
-    assert statuses == [200] * 5 + [429] * 7
-    _, content, headers = answers[-1]
+    assert statuses[:5] == [200] * 5
+    assert statuses.count(200) <= 5 * (1 + minutes)
+    assert set(statuses) == {200, 429}
+    _, content, headers = answers[statuses.index(429)]
     assert content["error"]["code"] == "rate_limit_exceeded"
     assert 1 <= int(headers["Retry-After"]) <= 12
     assert headers["x-ratelimit-remaining-requests"] == "0"

@@ -344,6 +344,20 @@ async def test_another_ingress_cancels_what_runs_in_the_background(
     assert kept.usage is not None
 
 
+async def test_openais_client_cancels(make_server: MakeServer, quick_polls: None) -> None:
+    server = make_server()
+    server.fake.gate.clear()
+    async with server.openai() as client:
+        begun = await client.responses.create(model="tiny", input="Hi", background=True)
+        assert begun.status == "in_progress"
+        assert (await client.responses.cancel(begun.id)).status == "cancelled"
+        await server.edge.close()
+        assert (await client.responses.retrieve(begun.id)).status == "cancelled"
+        with pytest.raises(openai.NotFoundError):
+            await client.responses.cancel("resp_unknown")
+    assert server.fake.given_up
+
+
 async def test_a_streamed_response_can_be_cancelled_and_deleted_in_mid_stream(
     make_server: MakeServer, quick_polls: None
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import pickle
 from typing import Any, cast
@@ -9,7 +10,8 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayActorError
 
-from app.rate_limits import RateLimit, RateLimits
+from app import shared_state
+from app.rate_limits import Allowance, RateLimit, RateLimits
 from app.responses.store import Signal, StoredResponse
 from app.shared_state import SharedState, SharedStateConfig, SharedStateHandle
 from replicas.errors import EngineNotReady
@@ -23,6 +25,10 @@ class Lost(SharedState):
 
     async def poll_response(self, response_id: str) -> Signal:
         raise RayActorError
+
+    async def acquire(self, name: str, num_tokens: int) -> Allowance:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits so long")
 
 
 async def test_every_method_of_the_state_is_reached_by_its_handle() -> None:
@@ -46,10 +52,13 @@ async def test_every_method_of_the_state_is_reached_by_its_handle() -> None:
         assert pickle.loads(pickle.dumps(value)) == value
 
 
-async def test_a_state_that_is_away_is_a_serving_error() -> None:
+async def test_a_state_that_is_away_is_a_serving_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_state, "CALL_TIMEOUT_S", 0.02)
     shared = SharedStateHandle(cast(Any, FakeHandle(Lost())))
     with pytest.raises(EngineNotReady, match="cannot be reached"):
         await shared.poll_response("r")
+    with pytest.raises(EngineNotReady, match="cannot be reached"):
+        await shared.acquire("name", 1)
 
 
 def test_the_handle_has_the_methods_of_the_state() -> None:
