@@ -101,10 +101,15 @@ def resolve_config(
     page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, 16)
     if config.quantization == "int8":
         require_quantizable(model_config)
+    has_latents = model_config.mla is not None
+    if config.kv_cache_dtype != "auto" and has_latents:
+        raise ValueError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} is not for latents, which "
+            f"{model_config.family!r} attends over and which are small already: set it to 'auto'"
+        )
     attention = config.attention
     # A head of another size runs on the reference kernel, slower: the native one has vectors of 8.
     has_native_attention = has_native and model_config.head_dim % NATIVE_HEAD_DIM_MULTIPLE == 0
-    has_latents = model_config.mla is not None
     has_pallas = platform == "tpu" and model_config.head_dim in tpu_attention.HEAD_DIMS
     has_pallas = has_pallas and not has_latents
     if attention == "auto":
@@ -130,7 +135,7 @@ def resolve_config(
         )
     if attention == "pallas":
         tpu_attention.check_page_size(
-            page_size, jnp.dtype(config.dtype), head_dim=model_config.head_dim
+            page_size, jnp.dtype(config.kv_dtype), head_dim=model_config.head_dim
         )
     matmul = config.matmul
     if matmul == "auto":
@@ -313,15 +318,16 @@ def kv_page_shapes(plan: EnginePlan) -> Any:
     config, is_sharded = plan.config, plan.mesh.size > 1
     assert config.page_size is not None
     assert config.num_pages is not None
+    has_narrow_rows = config.attention == "pallas" and plan.model_config.head_dim == 64
     return abstract_kv_pages(
         plan.model_config,
         num_pages=config.num_pages,
         page_size=config.page_size,
-        dtype=jnp.dtype(config.dtype),
+        dtype=jnp.dtype(config.kv_dtype),
         num_shards=config.tensor_parallel,
         sharding=kv_pages_sharding(plan.mesh, plan.model_config) if is_sharded else plan.whole,
         is_stacked=config.attention == "native" and not is_sharded,
-        row_tokens=2 if config.attention == "pallas" and plan.model_config.head_dim == 64 else 1,
+        row_tokens=2 if has_narrow_rows else 1,
     )
 
 

@@ -4,17 +4,18 @@ Page tables belong to the engine's page allocator; this file only knows memory. 
 [N, 2K, page, D], key of KV head h at row 2h and its value at row 2h + 1; or [N, 1, page, R + P] of
 latents and rotated key parts (see `mla`). A cache is an array per
 layer, or one array [L, N, 2K, page, D] for a kernel that updates one layer of it in place: fewer
-arguments. Invariant: page 0 is the null page, which padded writes may hit and no sequence owns.
+arguments. Where pages are of 8 bits, `QuantizedPages` stand for each array. Invariant: page 0 is the null page, which padded writes may hit and no sequence owns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 
+from kernels.quantized_pages import QuantizedPages
 from replicas.config import ModelConfig
 from replicas.models.inputs import ModelInputs
 from replicas.models.sharding import num_sharded_kv_heads
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
     from jaxtyping import Array, Float, Float32
 
-type KVPages = "Array | tuple[Array, ...]"
-type Attention = Callable[..., tuple[Array, Array]]
+type Pages = "Array | QuantizedPages"
+type KVPages = "Pages | tuple[Pages, ...]"
+type Attention = Callable[..., tuple[Array, Pages]]
+
+_SCALE_BYTES = 4
 
 
 def kv_pages_shape(
@@ -49,11 +53,14 @@ def kv_pages_shape(
 def bytes_per_page(
     config: ModelConfig, *, page_size: int, dtype: DTypeLike, num_shards: int = 1
 ) -> int:
-    """Return the bytes of one page over all layers and devices."""
+    """Return the bytes of one page over all layers and devices; of int8 with its scales."""
     _, rows, _, head_dim = kv_pages_shape(
         config, num_pages=1, page_size=page_size, num_shards=num_shards
     )
-    return config.num_layers * rows * page_size * head_dim * jnp.dtype(dtype).itemsize
+    row_bytes = head_dim * jnp.dtype(dtype).itemsize
+    if jnp.dtype(dtype) == jnp.int8:
+        row_bytes += _SCALE_BYTES
+    return config.num_layers * rows * page_size * row_bytes
 
 
 def allocate_kv_pages(
@@ -110,10 +117,18 @@ def abstract_kv_pages(
         row_tokens=row_tokens,
     )
     if is_stacked:
-        return jax.ShapeDtypeStruct(
-            (config.num_layers, *shape), jnp.dtype(dtype), sharding=sharding
-        )
-    return (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding),) * config.num_layers
+        return _abstract_pages((config.num_layers, *shape), dtype, sharding)
+    return (_abstract_pages(shape, dtype, sharding),) * config.num_layers
+
+
+def _abstract_pages(
+    shape: tuple[int, ...], dtype: DTypeLike, sharding: jax.sharding.Sharding | None
+) -> Any:
+    values = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    if values.dtype != jnp.int8:
+        return values
+    scales: Any = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding)
+    return QuantizedPages(values=cast("Any", values), scales=scales)
 
 
 def num_kv_heads(kv_pages: KVPages) -> int:
