@@ -90,6 +90,7 @@ def page_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
         page_size=config.page_size,
         dtype=jnp.dtype(config.kv_dtype),
         num_shards=config.tensor_parallel,
+        fills_lanes=config.attention == "pallas",
     )
 
 

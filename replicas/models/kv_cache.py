@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.quantized_pages import QuantizedPages
+from kernels.tpu.tiling import LANES, padded_lanes
 from replicas.config import ModelConfig
 from replicas.models.inputs import ModelInputs
 from replicas.models.sharding import num_sharded_kv_heads
@@ -37,30 +38,42 @@ def kv_pages_shape(
     num_pages: int,
     page_size: int,
     num_shards: int = 1,
-    row_tokens: int = 1,
+    fills_lanes: bool = False,
 ) -> tuple[int, int, int, int]:
     """Return the global shape [N, 2K, page, D] of one layer's pages over `num_shards` devices.
 
-    With `row_tokens` = 2 it is [N, 2K, page / 2, 2 D], the same bytes: TPUs pad narrower rows. Of
-    latents it is [N, 1, page, R + P].
+    Of latents it is [N, 1, page, R + P]. With `fills_lanes` rows are as the TPU kernels want them:
+    heads of 64 two to a row, [N, 2K, page / 2, 128], the same bytes; latents with zeros up to the
+    next multiple of 128, as a TPU would store them anyway.
     """
     if config.mla is not None:
-        return (num_pages, 1, page_size, config.mla.cache_dim)
+        cache_dim = config.mla.cache_dim
+        return (num_pages, 1, page_size, padded_lanes(cache_dim) if fills_lanes else cache_dim)
+    row_tokens = LANES // config.head_dim if fills_lanes else 1
     num_heads = num_sharded_kv_heads(config, num_shards)
     return (num_pages, 2 * num_heads, page_size // row_tokens, row_tokens * config.head_dim)
 
 
 def bytes_per_page(
-    config: ModelConfig, *, page_size: int, dtype: DTypeLike, num_shards: int = 1
+    config: ModelConfig,
+    *,
+    page_size: int,
+    dtype: DTypeLike,
+    num_shards: int = 1,
+    fills_lanes: bool = False,
 ) -> int:
     """Return the bytes of one page over all layers and devices; of int8 with its scales."""
-    _, rows, _, head_dim = kv_pages_shape(
-        config, num_pages=1, page_size=page_size, num_shards=num_shards
+    _, num_kv_rows, num_rows, row_size = kv_pages_shape(
+        config,
+        num_pages=1,
+        page_size=page_size,
+        num_shards=num_shards,
+        fills_lanes=fills_lanes,
     )
-    row_bytes = head_dim * jnp.dtype(dtype).itemsize
+    page_bytes = num_kv_rows * num_rows * row_size * jnp.dtype(dtype).itemsize
     if jnp.dtype(dtype) == jnp.int8:
-        row_bytes += _SCALE_BYTES
-    return config.num_layers * rows * page_size * row_bytes
+        page_bytes += num_kv_rows * page_size * _SCALE_BYTES
+    return config.num_layers * page_bytes
 
 
 def allocate_kv_pages(
@@ -106,7 +119,7 @@ def abstract_kv_pages(
     num_shards: int = 1,
     sharding: jax.sharding.Sharding | None = None,
     is_stacked: bool = False,
-    row_tokens: int = 1,
+    fills_lanes: bool = False,
 ) -> Any:
     """Return the shapes of what `allocate_kv_pages` would allocate, without memory."""
     shape = kv_pages_shape(
@@ -114,7 +127,7 @@ def abstract_kv_pages(
         num_pages=num_pages,
         page_size=page_size,
         num_shards=num_shards,
-        row_tokens=row_tokens,
+        fills_lanes=fills_lanes,
     )
     if is_stacked:
         return _abstract_pages((config.num_layers, *shape), dtype, sharding)
