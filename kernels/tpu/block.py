@@ -204,6 +204,14 @@ class BlockShape:
         half = self._lane_half((middle, LANES))
         return jnp.where(half == 0, product[:middle], product[middle:])
 
+    def clear_scales(self, refs: BlockRefs, page: Any, num_keys: Any, q_len: Any) -> None:
+        """Zero the factors of keys that no row sees in a page of a block.
+
+        Weights of 0 meet them, and what was never written may be NaN.
+        """
+        is_live = self.is_live(page * self.page_size + self.scale_token, num_keys, q_len)
+        refs.scales[page] = jnp.where(is_live, refs.scales[page], 0.0)
+
     def scale_column(self, row: jax.Array) -> jax.Array:
         """A token's factors [1, 128], element r that of KV row r, as a column [2K, 1]."""
         shape = (2 * self.num_kv_heads, LANES)

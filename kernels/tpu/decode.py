@@ -416,7 +416,7 @@ class _Kernel:
             return carry
 
         def clear_scales(page: jax.Array, carry: None) -> None:
-            self.stream.clear_scales(refs, page, num_keys, q_len)
+            block.clear_scales(refs, page, num_keys, q_len)
             return carry
 
         begin, end = block.page_range(num_keys, q_len)

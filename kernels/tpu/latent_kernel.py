@@ -10,7 +10,7 @@ and merged afterwards, so that a row's bits depend on its own sequence only.
 |---|---|---|
 | queries | [T, H, C] | HBM, by tokens |
 | new rows | [T, 1, C] | HBM, by tokens |
-| out | [T, H, R] f32 | HBM, by tokens |
+| out | [T, H, R] | HBM, by tokens |
 | pages | [N, 1, page, C] | HBM, whole pages in, tiles of rows out |
 | page buffer | [2, block_pages, 1, page, C] | VMEM |
 | state | [query tokens / sub tokens, rows, R + 256] f32 | VMEM |
@@ -66,8 +66,10 @@ class LatentShape:
     kv_dtype: Any
     sm_scale: float
 
-    num_kv_rows = 1
-    has_scales = False
+    @property
+    def has_scales(self) -> bool:
+        """Pages are not of 8 bits."""
+        return False
 
     @property
     def num_keys(self) -> int:
@@ -137,7 +139,7 @@ def latent_attention(
         pages: [N, 1, page, C].
         page_windows: i32 [S, W, 1, 128], see `plan.page_windows`.
         plan: query blocks and their key blocks.
-        out: f32 [T, H, R]; rows that are not in the plan keep their values.
+        out: [T, H, R]; rows that are not in the plan keep their values.
         shape: static sizes.
         vmem_limit_bytes: what the compiler may use.
         interpret: parameters of TPU interpret mode, for tests.
@@ -368,7 +370,7 @@ class _Kernel:
         if first is not None:
             token = lax.broadcasted_iota(jnp.int32, scores.shape, 0) // shape.num_heads
             key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            scores = jnp.where(key - token <= first, scores, NO_MAX)
+            scores = jnp.where(key <= first + token, scores, NO_MAX)
         top = jnp.max(scores, axis=1, keepdims=True)
         weights = jnp.exp2(scores - top)
         product = lax.dot_general(

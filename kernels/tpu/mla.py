@@ -110,7 +110,7 @@ def ragged_paged_latent_attention(
     sequences = (kv_lens, cu_q_lens, num_seqs)
     windows = page_windows(page_indices)
     blocks: dict[str, Any] = {"block_size": tiling.block_keys, "sliding_window": None}
-    out = jnp.zeros((num_rows, num_heads, num_value_dims), jnp.float32)
+    out = jnp.zeros((num_rows, num_heads, num_value_dims), q.dtype)
     out, pages = latent_attention(
         q,
         rows,
@@ -137,7 +137,7 @@ def ragged_paged_latent_attention(
             shape=shape(sub_tokens=sub_tokens, query_tokens=query_tokens, stores_new=False),
             **kernel_options,
         )
-    return out.astype(q.dtype), pages
+    return out, pages
 
 
 def _check(q: jax.Array, pages: jax.Array, *, num_value_dims: int, tiling: LatentTiling) -> None:

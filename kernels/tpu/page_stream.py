@@ -16,14 +16,14 @@ SMEM. Knows nothing of queries.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from kernels.tpu.block import BlockRefs, BlockShape
+from kernels.tpu.block import BlockRefs
 from kernels.tpu.plan import PAGE_WINDOW, DecodePlan
 from kernels.tpu.ragged import wait_rows
 
@@ -64,10 +64,43 @@ class StreamScratch(NamedTuple):
     scale_sem: Any
 
 
-def stream_scratch(block: BlockShape, *, round_items: int) -> StreamScratch:
+class StreamBlock(Protocol):
+    """What a stream knows of a key block: its sizes, as in `BlockShape`."""
+
+    @property
+    def pages(self) -> int:
+        """Pages per block."""
+        ...
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        ...
+
+    @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """Shape of a page."""
+        ...
+
+    @property
+    def kv_dtype(self) -> Any:
+        """Dtype of the pages."""
+        ...
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether each token of a KV row has a factor."""
+        ...
+
+    def page_range(self, num_keys: Any, q_len: Any) -> tuple[Any, Any]:
+        """Pages [begin, end) of the block that hold keys which a row sees."""
+        ...
+
+
+def stream_scratch(block: StreamBlock, *, round_items: int) -> StreamScratch:
     """Shapes of the memory of a stream with so many items a round."""
     table = pltpu.SMEM((IDS_SLOTS, round_items), jnp.int32)
-    num_pages, num_kv_rows = round_items * block.pages, 2 * block.num_kv_heads
+    num_pages, num_kv_rows = round_items * block.pages, block.page_shape[0]
     scales = pltpu.VMEM((SLOTS, num_pages, num_kv_rows, block.page_size), jnp.float32)
     return StreamScratch(
         items=Items(*[table] * len(Items._fields)),
@@ -94,7 +127,7 @@ class PageStream:
         scratch: its memory.
     """
 
-    block: BlockShape
+    block: StreamBlock
     round_items: int
     plan: DecodePlan
     windows: Any
@@ -172,17 +205,6 @@ class PageStream:
             pages=self.scratch.pages.at[slot, pages],
             scales=None if scales is None else scales.at[slot, pages],
         )
-
-    def clear_scales(self, refs: BlockRefs, page: Any, num_keys: Any, q_len: Any) -> None:
-        """Zero the scales of keys that no row sees in a page of an item.
-
-        Weights of 0 meet them, and what was never written may be NaN.
-        """
-        if refs.scales is None:
-            return
-        keys = page * self.block.page_size + self.block.scale_token
-        is_live = self.block.is_live(keys, num_keys, q_len)
-        refs.scales[page] = jnp.where(is_live, refs.scales[page], 0.0)
 
     def _ids_base(self, slot: Any, j: int) -> Any:
         return (slot * self.round_items + j) * PAGE_WINDOW

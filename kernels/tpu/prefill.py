@@ -270,7 +270,8 @@ class _Kernel:
                 ref[...] = cast_rows(
                     jnp.where(is_live, ref[...].astype(jnp.float32), 0.0), ref.dtype
                 )
-            self.stream.clear_scales(refs, page, num_keys, q_len)
+            if block.has_scales:
+                block.clear_scales(refs, page, num_keys, q_len)
             return carry
 
         first_page = num_keys // block.page_size
@@ -372,10 +373,11 @@ class _Kernel:
         scores = block.scale(scores)
         if first is not None:
             token = lax.broadcasted_iota(jnp.int32, scores.shape, 0) % block.max_q_len
-            key = block.column_key(scores.shape[0])
-            mask = key - token <= first
+            # The sums are of rows: as differences of keys and tokens they would be of every vector.
+            key, position = block.column_key(scores.shape[0]), first + token
+            mask = key <= position
             if block.sliding_window is not None:
-                mask &= key - token > first - block.sliding_window
+                mask &= key > position - block.sliding_window
             scores = jnp.where(mask, scores, NO_MAX)
         top = jnp.max(scores, axis=1, keepdims=True)
         weights = jnp.exp2(scores - top)

@@ -136,11 +136,10 @@ def test_refuses_what_it_cannot_compute():
         ragged_paged_attention(*eight_bits, sm_scale=1.0)
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e5m2"])
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize(("kv_dtype", "window"), [("int8", 90), ("float8_e5m2", None)])
 def test_pages_of_8_bits_are_written_and_read_at_their_precision(kv_dtype, window):
     shape = {**SHAPE, "page_size": 128, "window": window}
-    case = Case(q_lens=(1, 20, 3), kv_lens=(300, 160, 129), **shape)
+    case = Case(q_lens=(1, 20, 3), kv_lens=(140, 60, 129), **shape)
     inputs = draw(case)
     values, scales = quantize_rows(jnp.nan_to_num(inputs.kv_pages), kv_dtype)
     is_spare = jnp.isnan(inputs.kv_pages[..., 0])
