@@ -165,6 +165,16 @@ def test_pages_fill_the_budget_and_are_what_a_tpu_allocates(
     assert 0 <= rest < 1 << 20
 
 
+def test_latents_are_counted_on_every_device_that_holds_them() -> None:
+    model = Path(__file__).parents[1] / "golden" / "deepseek_v3"
+    config = EngineConfig(model=str(model), **(ENGINE | {"tensor_parallel": 2}))
+    plan = plan_engine(config, tpu_topology.get_devices("v6e:2x2"))
+    memory = check_memory(plan, CHIPS["v6e"])
+    assert memory.kv_bytes == device_bytes(kv_page_shapes(plan))
+    budget = int(HBM_SHARE * CHIPS["v6e"].hbm_bytes)
+    assert memory.weight_bytes + memory.kv_bytes <= budget
+
+
 @pytest.mark.parametrize(
     "engine",
     [
