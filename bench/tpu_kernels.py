@@ -191,7 +191,9 @@ class _Meter:
         tiling, num_kv_heads = variant.tiling, variant.num_kv_heads
         share = min(HEADS_AT_ONCE, num_kv_heads) / num_kv_heads
         units = tiling.sub_tokens / 32 * tiling.block_keys / 512 * share
-        bodies = [loop for loop in compiled.loops if loop.depth == 3 and loop.slots["MATMUL"]]
+        multiplying = [loop for loop in compiled.loops if loop.slots["MATMUL"]]
+        depth = max(loop.depth for loop in multiplying)  # 3, or 2 where one body has all heads
+        bodies = [loop for loop in multiplying if loop.depth == depth]
         unit = f"32 queries x 512 keys x {num_kv_heads} heads"
         return [
             self._row(f"{name} {kind}: {unit}", compiled, body, units, compile_s)
