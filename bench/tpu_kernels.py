@@ -144,13 +144,17 @@ DECODES = {
 }
 PREFILLS = {"prefill": _PLAIN, "int8 prefill": _INT8}
 STORES = {"store": _PLAIN, "int8 store": _INT8}
-LATENTS = {"latents": 128, "latents, shard of 16 heads": 16}
+LATENTS = {
+    "latents": (128, LatentTiling()),
+    "latents, shard of 16 heads": (16, LatentTiling()),
+}
 _SMALL = Variant(num_heads=8, num_kv_heads=2)
 SMALL_DECODES = {
     "small decode": _SMALL,
     "small decode, int8 pages": Variant(num_heads=8, num_kv_heads=2, kv_dtype=jnp.int8),
 }
 """A quarter of the heads, for CI: seconds to compile."""
+SMALL_LATENTS = {"small latents": (16, LatentTiling(sub_rows=64))}
 
 
 def measure_kernels(directory: Path, generation: str, *, is_small: bool = False) -> list[KernelRow]:
@@ -166,8 +170,8 @@ def measure_kernels(directory: Path, generation: str, *, is_small: bool = False)
         rows += meter.measure_prefill(name, variant)
     for name, variant in ({"small store": _SMALL} if is_small else STORES).items():
         rows.append(meter.measure_store(name, variant))
-    for name, num_heads in ({"small latents": 16} if is_small else LATENTS).items():
-        rows += meter.measure_latents(name, num_heads)
+    for name, (num_heads, tiling) in (SMALL_LATENTS if is_small else LATENTS).items():
+        rows += meter.measure_latents(name, num_heads, tiling)
     return rows
 
 
@@ -207,10 +211,9 @@ class _Meter:
         unit = f"page of {PAGE_SIZE} tokens"
         return self._row(f"{name}: {unit}", compiled, pages, 1.0, compile_s, kv_mib=kv_mib)
 
-    def measure_latents(self, name: str, num_heads: int) -> list[KernelRow]:
-        tiling = LatentTiling()
+    def measure_latents(self, name: str, num_heads: int, tiling: LatentTiling) -> list[KernelRow]:
         started_s = time.process_time()
-        _compile_latents(self.generation, num_heads)
+        _compile_latents(self.generation, num_heads, tiling)
         compile_s = time.process_time() - started_s
         rows = []
         mib = tiling.block_keys * padded_lanes(LATENT_DIM) * 2 / MIB
@@ -297,12 +300,15 @@ def _compile(
         jax.jit(function, donate_argnums=1).lower(qkv, kv_pages, *array.indices).compile()
 
 
-def _compile_latents(generation: str, num_heads: int) -> None:
+def _compile_latents(generation: str, num_heads: int, tiling: LatentTiling) -> None:
     devices = tpu_topology.get_devices(TOPOLOGIES[generation])[:1]
     with tpu_topology.lowering_for(devices):
         array = functools.partial(_Arrays(devices[0]), dtype=jnp.bfloat16)
         attend = functools.partial(
-            ragged_paged_latent_attention, sm_scale=0.1, num_value_dims=LATENT_VALUE_DIM
+            ragged_paged_latent_attention,
+            sm_scale=0.1,
+            num_value_dims=LATENT_VALUE_DIM,
+            tiling=tiling,
         )
         jax.jit(attend, donate_argnums=2).lower(
             array(NUM_CHUNK_ROWS, num_heads, LATENT_DIM),

@@ -121,8 +121,9 @@ def kernel_regressions(row: KernelRow, baseline: dict[str, dict[str, float]]) ->
     regressions = []
     if row.bundles > REGRESSION * recorded["bundles"]:
         regressions.append(f"{row.key}: {row.bundles} bundles, baseline {recorded['bundles']}")
-    if row.spills > max(REGRESSION * recorded["spills"], recorded["spills"] + _FREE_SPILLS):
-        regressions.append(f"{row.key}: {row.spills} spills, baseline {recorded['spills']}")
+    spills = recorded.get("spills")  # left out by older records
+    if spills is not None and row.spills > max(REGRESSION * spills, spills + _FREE_SPILLS):
+        regressions.append(f"{row.key}: {row.spills} spills, baseline {spills}")
     return regressions
 
 
