@@ -213,6 +213,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--platform", default="cpu", choices=["auto", "cpu", "tpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--quantization", default="none", choices=["none", "int8"])
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "int8"])
     parser.add_argument("--attention", default="auto", choices=["auto", "native", "reference"])
     parser.add_argument("--matmul", default="auto", choices=["auto", "native", "xla"])
     parser.add_argument("--concurrency", default="1,4,16,32")
@@ -263,6 +264,7 @@ def main() -> None:
             platform=args.platform,
             dtype=args.dtype,
             quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
             attention=args.attention,
             matmul=args.matmul,
             max_model_len=args.max_model_len,

@@ -69,7 +69,7 @@ def weight_bytes(config: EngineConfig) -> int:
 def kv_bytes_per_token(config: EngineConfig) -> int:
     """Bytes of keys and values of one token, over all layers."""
     model = load_model_config(Path(config.model))
-    return bytes_per_page(model, page_size=1, dtype=jnp.dtype(config.dtype))
+    return bytes_per_page(model, page_size=1, dtype=jnp.dtype(config.kv_dtype))
 
 
 def measure_share(

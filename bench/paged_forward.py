@@ -44,6 +44,7 @@ class PagedForward:
         dtype: str,
         quantization: Quantization = "none",
         rotates: bool = True,
+        kv_dtype: str | None = None,
         chunk_size: int = 16,
         page_size: int = 16,
         max_len: int = 128,
@@ -52,9 +53,10 @@ class PagedForward:
 
         Args:
             path: config.json and safetensors.
-            dtype: of weights that are not quantised, activations and cache.
+            dtype: of weights that are not quantised, and of activations.
             quantization: of the matmul weights and their inputs.
             rotates: see `quantize_params`.
+            kv_dtype: of the cache; None for `dtype`.
             chunk_size: rows of a step.
             page_size: tokens per page.
             max_len: longest sequence, tokens.
@@ -66,6 +68,7 @@ class PagedForward:
         self.config: ModelConfig = load_model_config(path).for_length(max_len)
         self.max_len = max_len
         self._dtype = jnp.dtype(dtype)
+        self._kv_dtype = jnp.dtype(kv_dtype or dtype)
         self._params = load_params(path, self.config, dtype=self._dtype)
         self._chunk_size, self._page_size = chunk_size, page_size
         self._num_pages = 1 + -(-max_len // page_size)
@@ -87,7 +90,7 @@ class PagedForward:
     def logits(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return the f32 logits [len(token_ids), V] that follow each token."""
         kv_pages = allocate_kv_pages(
-            self.config, num_pages=self._num_pages, page_size=self._page_size, dtype=self._dtype
+            self.config, num_pages=self._num_pages, page_size=self._page_size, dtype=self._kv_dtype
         )
         rows: list[npt.NDArray[np.float32]] = []
         for start in range(0, len(token_ids), self._chunk_size):

@@ -28,8 +28,10 @@ GOLDEN = ROOT / "tests" / "golden" / "smollm2_135m.json"
 LONG_TEXT = ROOT / "LICENSE"
 RECIPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
+    "bfloat16, int8 KV": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "int8, no rotation": {"dtype": "bfloat16", "quantization": "int8", "rotates": False},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8, int8 KV": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
 }
 _CHUNK_SIZE = 128
 _WINDOW = 512

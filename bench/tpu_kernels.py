@@ -5,9 +5,10 @@ Knows the kernels and their loops; how bundles are read is `llo`'s business.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,21 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from bench import llo
+from kernels.quantized_pages import QuantizedPages
 from kernels.tpu.decode import decode_attention
+from kernels.tpu.mla import LatentTiling, ragged_paged_latent_attention
 from kernels.tpu.plan import page_windows, plan_decode, plan_prefill, plan_store
 from kernels.tpu.prefill import HEADS_AT_ONCE, prefill_attention
 from kernels.tpu.store import store_pages
-from kernels.tpu.tiling import Tiling, choose_tiling
+from kernels.tpu.tiling import Tiling, choose_tiling, padded_lanes
 from replicas.engine import tpu_topology
 from replicas.engine.tpu_chips import CHIPS
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 128
-NUM_PAGES, PAGES_PER_SEQ = 2048, 64
+HEAD_DIM, PAGE_SIZE = 128, 128
+NUM_PAGES, PAGES_PER_SEQ, NUM_SEQS = 2048, 64, 64
+NUM_CHUNK_ROWS = 512
+LATENT_DIM, LATENT_VALUE_DIM = 576, 512
 MIB = 1 << 20
 
 
@@ -42,7 +47,7 @@ class KernelRow:
         limit: the slot that needs most bundles, and how many per unit.
         spills: register spills and fills per unit.
         dma_bundles: bundles that issue in the time of the unit's DMA; None where that is nothing.
-        compile_s: the kernel's, on this machine.
+        compile_s: the kernel's, CPU time on this machine: what else runs does not count.
     """
 
     loop: str
@@ -62,14 +67,18 @@ class KernelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A decode kernel.
+    """Sizes of a kernel.
 
     Attributes:
+        num_heads: H.
+        num_kv_heads: K.
         head_dim: D.
-        q_len: new tokens of each sequence.
+        q_len: new tokens of each sequence that decodes.
         kv_dtype: of the pages.
     """
 
+    num_heads: int = 32
+    num_kv_heads: int = 8
     head_dim: int = HEAD_DIM
     q_len: int = 1
     kv_dtype: Any = jnp.bfloat16
@@ -83,8 +92,8 @@ class Variant:
     def tiling(self) -> Tiling:
         """As the engine chooses it."""
         return choose_tiling(
-            num_heads=NUM_HEADS,
-            num_kv_heads=NUM_KV_HEADS,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
             page_size=PAGE_SIZE,
             kv_dtype=self.kv_dtype,
             row_tokens=self.row_tokens,
@@ -92,46 +101,159 @@ class Variant:
         )
 
     @property
-    def mib(self) -> float:
-        """KV of a round."""
+    def shapes(self) -> tuple[Any, Any]:
+        """Static shapes of decode, the one with most tokens, and of prefill."""
+        decodes, prefill = self.tiling.shapes(
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            row_tokens=self.row_tokens,
+            page_size=PAGE_SIZE,
+            kv_dtype=self.kv_dtype,
+            dtype=jnp.bfloat16,
+            sm_scale=self.head_dim**-0.5,
+            sliding_window=None,
+        )
+        return decodes[-1], prefill
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether pages are of 8 bits."""
+        return jnp.dtype(self.kv_dtype).itemsize == 1
+
+    @property
+    def round_mib(self) -> float:
+        """KV of a decode round."""
         keys = self.tiling.round_items * self.tiling.block_keys
         size = jnp.dtype(self.kv_dtype).itemsize
-        return keys * NUM_KV_HEADS * self.head_dim * 2 * size / MIB
+        return keys * self.num_kv_heads * self.head_dim * 2 * size / MIB
+
+    @property
+    def page_mib(self) -> float:
+        """KV of a page."""
+        size = jnp.dtype(self.kv_dtype).itemsize
+        return PAGE_SIZE * self.num_kv_heads * self.head_dim * 2 * size / MIB
 
 
-VARIANTS = {
-    "head_dim 64": Variant(head_dim=64),
-    "int8 pages": Variant(kv_dtype=jnp.int8),
-    "8 tokens": Variant(q_len=8),
-}
 _PLAIN = Variant()
+_INT8 = Variant(kv_dtype=jnp.int8)
+DECODES = {
+    "decode": _PLAIN,
+    "decode, head_dim 64": Variant(head_dim=64),
+    "decode, int8 pages": _INT8,
+    "decode, 8 tokens": Variant(q_len=8),
+}
+PREFILLS = {"prefill": _PLAIN, "int8 prefill": _INT8}
+STORES = {"store": _PLAIN, "int8 store": _INT8}
+LATENTS = {
+    "latents": (128, LatentTiling()),
+    "latents, shard of 16 heads": (16, LatentTiling()),
+}
+_SMALL = Variant(num_heads=8, num_kv_heads=2)
+SMALL_DECODES = {
+    "small decode": _SMALL,
+    "small decode, int8 pages": Variant(num_heads=8, num_kv_heads=2, kv_dtype=jnp.int8),
+}
+"""A quarter of the heads, for CI: seconds to compile."""
+SMALL_LATENTS = {"small latents": (16, LatentTiling(sub_rows=64))}
 
 
-def measure_kernels(directory: Path, generation: str) -> list[KernelRow]:
-    """Compile every kernel for a generation; libtpu writes what it made into `directory`."""
-    tiling = choose_tiling(
-        num_heads=NUM_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        page_size=PAGE_SIZE,
-        kv_dtype=jnp.bfloat16,
-    )
-    chip = CHIPS[generation]
+def measure_kernels(directory: Path, generation: str, *, is_small: bool = False) -> list[KernelRow]:
+    """Compile every kernel for a generation; libtpu writes what it made into `directory`.
 
-    def compile_(
-        name: str, function: Callable[..., Any], num_rows: int, variant: Variant | None = None
-    ) -> tuple[Any, float]:
-        started_s = time.monotonic()
-        _compile(generation, function, num_rows=num_rows, variant=variant or _PLAIN)
-        return llo.read_computations(directory, name)[-1], time.monotonic() - started_s
+    With `is_small` kernels have a quarter of the heads and fewer variants.
+    """
+    meter = _Meter(directory, generation)
+    rows: list[KernelRow] = []
+    for name, variant in (SMALL_DECODES if is_small else DECODES).items():
+        rows.append(meter.measure_decode(name, variant))
+    for name, variant in ({"small prefill": _SMALL} if is_small else PREFILLS).items():
+        rows += meter.measure_prefill(name, variant)
+    for name, variant in ({"small store": _SMALL} if is_small else STORES).items():
+        rows.append(meter.measure_store(name, variant))
+    for name, (num_heads, tiling) in (SMALL_LATENTS if is_small else LATENTS).items():
+        rows += meter.measure_latents(name, num_heads, tiling)
+    return rows
 
-    def row(
-        loop_name: str, computation: Any, loop: Any, units: float, compile_s: float, kv_mib: float
+
+@dataclass(frozen=True)
+class _Meter:
+    """Compiles kernels for one generation and reads what came out."""
+
+    directory: Path
+    generation: str
+
+    def measure_decode(self, name: str, variant: Variant) -> KernelRow:
+        compiled, compile_s = self._compile("decode_attention", _decode(variant), variant, NUM_SEQS)
+        rounds = max(compiled.loops, key=lambda loop: loop.num_bundles)
+        units = variant.round_mib
+        return self._row(f"{name}: MiB of KV", compiled, rounds, units, compile_s, kv_mib=1.0)
+
+    def measure_prefill(self, name: str, variant: Variant) -> list[KernelRow]:
+        compiled, compile_s = self._compile(
+            "prefill_attention", _prefill(variant), variant, NUM_CHUNK_ROWS
+        )
+        tiling, num_kv_heads = variant.tiling, variant.num_kv_heads
+        share = min(HEADS_AT_ONCE, num_kv_heads) / num_kv_heads
+        units = tiling.sub_tokens / 32 * tiling.block_keys / 512 * share
+        multiplying = [loop for loop in compiled.loops if loop.slots["MATMUL"]]
+        depth = max(loop.depth for loop in multiplying)  # 3, or 2 where one body has all heads
+        bodies = [loop for loop in multiplying if loop.depth == depth]
+        unit = f"32 queries x 512 keys x {num_kv_heads} heads"
+        return [
+            self._row(f"{name} {kind}: {unit}", compiled, body, units, compile_s)
+            for kind, body in zip(("diagonal", "interior"), bodies, strict=True)
+        ]
+
+    def measure_store(self, name: str, variant: Variant) -> KernelRow:
+        compiled, compile_s = self._compile("store_pages", _store(variant), variant, NUM_CHUNK_ROWS)
+        pages = max(compiled.loops, key=lambda loop: loop.num_bundles)
+        kv_mib = 2 * variant.page_mib
+        unit = f"page of {PAGE_SIZE} tokens"
+        return self._row(f"{name}: {unit}", compiled, pages, 1.0, compile_s, kv_mib=kv_mib)
+
+    def measure_latents(self, name: str, num_heads: int, tiling: LatentTiling) -> list[KernelRow]:
+        started_s = time.process_time()
+        _compile_latents(self.generation, num_heads, tiling)
+        compile_s = time.process_time() - started_s
+        rows = []
+        mib = tiling.block_keys * padded_lanes(LATENT_DIM) * 2 / MIB
+        decode = llo.read_computations(self.directory, "latent_decode")[-1]
+        items = max(decode.loops, key=lambda loop: loop.num_bundles)
+        masked, whole = _bodies(decode)
+        row = self._row(f"{name}, decode: MiB", decode, whole, mib, compile_s, kv_mib=1.0)
+        own = items.num_own_bundles / mib
+        rows.append(replace(row, bundles=round(row.bundles + own, 1)))
+        prefill = llo.read_computations(self.directory, "latent_prefill")[-1]
+        masked, whole = _bodies(prefill)
+        units = tiling.sub_tokens(num_heads) * num_heads * tiling.block_keys / (256 * 1024)
+        for kind, body in (("diagonal", masked), ("interior", whole)):
+            loop = f"{name}, {kind}: 256 rows x 1024 keys"
+            rows.append(self._row(loop, prefill, body, units, compile_s))
+        return rows
+
+    def _compile(
+        self, kernel: str, function: Callable[..., Any], variant: Variant, num_rows: int
+    ) -> tuple[llo.Computation, float]:
+        started_s = time.process_time()
+        _compile(self.generation, function, num_rows=num_rows, variant=variant)
+        return llo.read_computations(self.directory, kernel)[-1], time.process_time() - started_s
+
+    def _row(
+        self,
+        name: str,
+        computation: llo.Computation,
+        loop: llo.Loop,
+        units: float,
+        compile_s: float,
+        *,
+        kv_mib: float = 0.0,
     ) -> KernelRow:
+        chip = CHIPS[self.generation]
         slot, need = loop.limiting_slot(computation.capacities)
         dma_s = kv_mib * MIB / chip.hbm_bytes_per_s
         return KernelRow(
-            loop=loop_name,
-            chip=generation,
+            loop=name,
+            chip=self.generation,
             bundles=round(loop.num_own_bundles / units, 1),
             all_bundles=round(loop.num_bundles / units, 1),
             limit=f"{slot} {need / units:.0f}",
@@ -140,31 +262,26 @@ def measure_kernels(directory: Path, generation: str) -> list[KernelRow]:
             compile_s=round(compile_s, 1),
         )
 
-    decode, compile_s = compile_("decode_attention", _decode(tiling, _PLAIN), num_rows=64)
-    kv_mib = tiling.round_items * tiling.block_keys * NUM_KV_HEADS * HEAD_DIM * 2 * 2 / MIB
-    rounds = max(decode.loops, key=lambda loop: loop.num_bundles)
-    rows = [row("decode: MiB of KV", decode, rounds, kv_mib, compile_s, 1.0)]
-    for name, variant in VARIANTS.items():
-        compiled, compile_s = compile_(
-            "decode_attention", _decode(variant.tiling, variant), num_rows=64, variant=variant
-        )
-        rounds = max(compiled.loops, key=lambda loop: loop.num_bundles)
-        rows.append(
-            row(f"decode, {name}: MiB of KV", compiled, rounds, variant.mib, compile_s, 1.0)
-        )
 
-    prefill, compile_s = compile_("prefill_attention", _prefill(tiling), num_rows=512)
-    units = tiling.sub_tokens / 32 * tiling.block_keys / 512 * HEADS_AT_ONCE / NUM_KV_HEADS
-    bodies = [loop for loop in prefill.loops if loop.depth == 3 and loop.slots["MATMUL"]]
-    for name, body in zip(("diagonal", "interior"), bodies, strict=True):
-        loop_name = f"prefill {name}: 32 queries x 512 keys x 8 heads"
-        rows.append(row(loop_name, prefill, body, units, compile_s, 0.0))
+def _bodies(computation: llo.Computation) -> tuple[llo.Loop, llo.Loop]:
+    """The loops of a latent kernel that multiply: with the causal mask, then without."""
+    masked, whole = (loop for loop in computation.loops if loop.depth == 2 and loop.slots["MATMUL"])
+    return masked, whole
 
-    store, compile_s = compile_("store_pages", _store, num_rows=512)
-    pages = max(store.loops, key=lambda loop: loop.num_bundles)
-    page_mib = 2 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM * 2 / MIB
-    rows.append(row("store: page of 128 tokens", store, pages, 1.0, compile_s, 2 * page_mib))
-    return rows
+
+class _Arrays:
+    """Shapes of arguments that lie on one device."""
+
+    def __init__(self, device: Any) -> None:
+        self._sharding = SingleDeviceSharding(device)
+
+    def __call__(self, *shape: int, dtype: Any = jnp.int32) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._sharding)
+
+    @property
+    def indices(self) -> tuple[Any, ...]:
+        """Lengths, page table, row bounds and number of sequences."""
+        return self(NUM_SEQS), self(NUM_SEQS, PAGES_PER_SEQ), self(NUM_SEQS + 1), self(1)
 
 
 def _compile(
@@ -172,44 +289,38 @@ def _compile(
 ) -> None:
     devices = tpu_topology.get_devices(TOPOLOGIES[generation])[:1]
     with tpu_topology.lowering_for(devices):
-        sharding = SingleDeviceSharding(devices[0])
+        array = _Arrays(devices[0])
+        num_kv_rows, row_tokens = 2 * variant.num_kv_heads, variant.row_tokens
+        shape = (NUM_PAGES, num_kv_rows, PAGE_SIZE // row_tokens, 128)
+        kv_pages = array(*shape, dtype=variant.kv_dtype)
+        if variant.has_scales:
+            kv_pages = QuantizedPages(kv_pages, array(*shape[:3], dtype=jnp.float32))
+        num_columns = variant.num_heads + num_kv_rows + variant.has_scales
+        qkv = array(num_rows, num_columns, 128, dtype=jnp.bfloat16)
+        jax.jit(function, donate_argnums=1).lower(qkv, kv_pages, *array.indices).compile()
 
-        def array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-        num_seqs = 64
-        jax.jit(function, donate_argnums=1).lower(
-            array(num_rows, NUM_HEADS + 2 * NUM_KV_HEADS, 128, dtype=jnp.bfloat16),
-            array(
-                NUM_PAGES,
-                2 * NUM_KV_HEADS,
-                PAGE_SIZE // variant.row_tokens,
-                128,
-                dtype=variant.kv_dtype,
-            ),
-            array(num_seqs),
-            array(num_seqs, PAGES_PER_SEQ),
-            array(num_seqs + 1),
-            array(1),
+def _compile_latents(generation: str, num_heads: int, tiling: LatentTiling) -> None:
+    devices = tpu_topology.get_devices(TOPOLOGIES[generation])[:1]
+    with tpu_topology.lowering_for(devices):
+        array = functools.partial(_Arrays(devices[0]), dtype=jnp.bfloat16)
+        attend = functools.partial(
+            ragged_paged_latent_attention,
+            sm_scale=0.1,
+            num_value_dims=LATENT_VALUE_DIM,
+            tiling=tiling,
+        )
+        jax.jit(attend, donate_argnums=2).lower(
+            array(NUM_CHUNK_ROWS, num_heads, LATENT_DIM),
+            array(NUM_CHUNK_ROWS, LATENT_DIM),
+            array(NUM_PAGES, 1, PAGE_SIZE, padded_lanes(LATENT_DIM)),
+            *_Arrays(devices[0]).indices,
         ).compile()
 
 
-def _shapes(tiling: Tiling, variant: Variant) -> Any:
-    return tiling.shapes(
-        num_heads=NUM_HEADS,
-        num_kv_heads=NUM_KV_HEADS,
-        row_tokens=variant.row_tokens,
-        page_size=PAGE_SIZE,
-        kv_dtype=variant.kv_dtype,
-        dtype=jnp.bfloat16,
-        sm_scale=variant.head_dim**-0.5,
-        sliding_window=None,
-    )
-
-
-def _decode(tiling: Tiling, variant: Variant) -> Callable[..., Any]:
-    shapes, _ = _shapes(tiling, variant)
-    shape = shapes[-1]
+def _decode(variant: Variant) -> Callable[..., Any]:
+    shape, _ = variant.shapes
+    tiling = variant.tiling
 
     def decode(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):
         plan = plan_decode(
@@ -222,7 +333,7 @@ def _decode(tiling: Tiling, variant: Variant) -> Callable[..., Any]:
             sliding_window=None,
         )
         dtype = jnp.bfloat16 if variant.row_tokens == 1 else jnp.float32
-        out = jnp.zeros_like(qkv[:, :NUM_HEADS], dtype)
+        out = jnp.zeros_like(qkv[:, : variant.num_heads], dtype)
         windows = page_windows(page_indices)
         return decode_attention(
             qkv, kv_pages, windows, plan, out, shape=shape, vmem_limit_bytes=tiling.vmem_limit_bytes
@@ -231,8 +342,9 @@ def _decode(tiling: Tiling, variant: Variant) -> Callable[..., Any]:
     return decode
 
 
-def _prefill(tiling: Tiling) -> Callable[..., Any]:
-    _, shape = _shapes(tiling, _PLAIN)
+def _prefill(variant: Variant) -> Callable[..., Any]:
+    _, shape = variant.shapes
+    tiling = variant.tiling
 
     def prefill(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):
         plan = plan_prefill(
@@ -245,7 +357,7 @@ def _prefill(tiling: Tiling) -> Callable[..., Any]:
             block_size=tiling.block_keys,
             sliding_window=None,
         )
-        out = jnp.zeros_like(qkv[:, :NUM_HEADS])
+        out = jnp.zeros_like(qkv[:, : variant.num_heads])
         windows = page_windows(page_indices)
         attended = prefill_attention(
             qkv, kv_pages, windows, plan, out, shape=shape, vmem_limit_bytes=tiling.vmem_limit_bytes
@@ -255,14 +367,18 @@ def _prefill(tiling: Tiling) -> Callable[..., Any]:
     return prefill
 
 
-def _store(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):
-    plan = plan_store(
-        kv_lens,
-        page_indices,
-        cu_q_lens,
-        num_seqs,
-        num_rows=qkv.shape[0],
-        min_q_len=2,
-        page_size=PAGE_SIZE,
-    )
-    return store_pages(qkv, kv_pages, plan, row_tokens=1, vmem_limit_bytes=48 * MIB)
+def _store(variant: Variant) -> Callable[..., Any]:
+    def store(qkv, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs):
+        plan = plan_store(
+            kv_lens,
+            page_indices,
+            cu_q_lens,
+            num_seqs,
+            num_rows=qkv.shape[0],
+            min_q_len=2,
+            page_size=PAGE_SIZE,
+        )
+        rows = qkv[:, variant.num_heads :]
+        return store_pages(rows, kv_pages, plan, row_tokens=1, vmem_limit_bytes=48 * MIB)
+
+    return store

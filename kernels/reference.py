@@ -13,6 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kernels.quantized_pages import QuantizedPages, dequantize, quantize_rows
+
+Pages = jax.Array | QuantizedPages
+
 _BLOCK_ROWS = 8  # XLA's CPU dots and reductions are row-invariant from 8 rows on
 _TILE_KEYS = 128
 _NO_MAX = -1e30  # below every score, and finite: a fully masked tile is then an exact no-op
@@ -22,7 +26,7 @@ def ragged_paged_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: Pages,
     kv_lens: jax.Array,
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
@@ -31,7 +35,7 @@ def ragged_paged_attention(
     sm_scale: float,
     sliding_window: int | None = None,
     sinks: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages]:
     """Write the new keys and values to their pages, then attend over the pages.
 
     Query i of sequence s stands at position p = kv_lens[s] - q_len + i and sees the keys in
@@ -41,8 +45,8 @@ def ragged_paged_attention(
         q: [T, H, D], rotated.
         k: [T, K, D], rotated; K divides H.
         v: [T, K, D].
-        kv_pages: [N, 2K, page, D]: keys of head h at row 2h, values at 2h + 1. Donate it: the
-            update is then in place.
+        kv_pages: [N, 2K, page, D]: keys of head h at row 2h, values at 2h + 1; quantised ones are
+            written and read at their precision. Donate it: the update is then in place.
         kv_lens: i32 [S], tokens in the cache after this step.
         page_indices: i32 [S, P].
         cu_q_lens: i32 [S + 1], rows of sequence s are [cu_q_lens[s], cu_q_lens[s + 1]).
@@ -77,7 +81,7 @@ def ragged_paged_attention(
 
 def attend_pages(
     q: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: Pages,
     kv_lens: jax.Array,
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
@@ -144,12 +148,12 @@ def attend_pages(
 
 def write_rows(
     new_rows: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: Pages,
     kv_lens: jax.Array,
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
     num_seqs: jax.Array,
-) -> jax.Array:
+) -> Pages:
     """Return the pages with new rows [T, C, D] stored; padding rows write nothing."""
     num_pages, _, page_size, _ = kv_pages.shape
     rows = jnp.arange(new_rows.shape[0])
@@ -157,13 +161,20 @@ def write_rows(
     positions = kv_lens[s] - (cu_q_lens[s + 1] - rows)
     pages = page_indices[s, jnp.maximum(positions, 0) // page_size]
     pages = jnp.where(rows < cu_q_lens[num_seqs[0]], pages, num_pages)  # past the end: dropped
+    slots = positions % page_size
+    if isinstance(kv_pages, QuantizedPages):
+        values, scales = quantize_rows(new_rows)
+        return QuantizedPages(
+            values=kv_pages.values.at[pages, :, slots].set(values, mode="drop"),
+            scales=kv_pages.scales.at[pages, :, slots].set(scales, mode="drop"),
+        )
     new_rows = new_rows.astype(kv_pages.dtype)
-    return kv_pages.at[pages, :, positions % page_size].set(new_rows, mode="drop")
+    return kv_pages.at[pages, :, slots].set(new_rows, mode="drop")
 
 
 def _attend_rows(
     q: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: Pages,
     page_indices: jax.Array,
     first_position: jax.Array,
     num_rows: jax.Array,
@@ -194,12 +205,12 @@ def _attend_rows(
     def attend_tile(tile: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         top, total, acc = state
         slots = jnp.minimum(tile * tile_pages + jnp.arange(tile_pages), page_indices.shape[0] - 1)
-        kv = kv_pages[page_indices[slots]]  # [tile_pages, C, page, D]
+        kv = dequantize(kv_pages, page_indices[slots])  # [tile_pages, C, page, D]
         kv = kv.swapaxes(0, 1).reshape(kv_rows, tile_keys, head_dim)
         keys = tile * tile_keys + jnp.arange(tile_keys)
         # Keys that no row sees may be anything, NaN too: they are gone before any arithmetic.
         is_live = (keys >= oldest) & (keys < num_keys)
-        key_rows, values = split(jnp.where(is_live[None, :, None], kv.astype(jnp.float32), 0.0))
+        key_rows, values = split(jnp.where(is_live[None, :, None], kv, 0.0))
         mask = is_live[None, :] & (keys[None, :] <= positions[:, None])
         if sliding_window is not None:
             mask &= keys[None, :] > positions[:, None] - sliding_window

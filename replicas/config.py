@@ -15,6 +15,7 @@ Platform = Literal["auto", "cpu", "tpu"]
 AttentionImpl = Literal["auto", "native", "pallas", "reference"]
 MatmulImpl = Literal["auto", "native", "xla"]
 Quantization = Literal["none", "int8"]
+KVCacheDtype = Literal["auto", "int8"]
 Speculation = Literal["none", "prompt_lookup"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn", "longrope"]
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -315,6 +316,9 @@ class EngineConfig:
         quantization: "int8": matmul weights, the output head's included, become 8-bit integers at
             load, and so do their inputs, row by row. Embedding, norms and cache keep `dtype`.
             Refused for models with experts.
+        kv_cache_dtype: of the KV pages; "auto" is `dtype`. "int8": the keys of each token and
+            head become 8-bit integers with a scale of their own, and so do its values. Refused for
+            models that attend over latents.
         matmul: kernel of the weights' matmuls; "auto" is native, with weights packed at load, for
             bfloat16 or int8 on one CPU device where a compiler was found.
         speculation: "prompt_lookup": while few sequences run, a step also verifies guesses of the
@@ -349,6 +353,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention: AttentionImpl = "auto"
     quantization: Quantization = "none"
+    kv_cache_dtype: KVCacheDtype = "auto"
     matmul: MatmulImpl = "auto"
     speculation: Speculation = "none"
     num_speculative_tokens: int = 7
@@ -409,6 +414,11 @@ class EngineConfig:
         """Whether there is a native matmul for these weights."""
         is_packable = self.dtype == "bfloat16" or self.quantization == "int8"
         return is_packable and self.tensor_parallel == 1
+
+    @property
+    def kv_dtype(self) -> str:
+        """Dtype of the KV pages, by its name."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
 
     def _check_memory(self) -> None:
         if self.num_pages is not None and self.num_pages < 2:

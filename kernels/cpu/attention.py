@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels.cpu import library
+from kernels.quantized_pages import QuantizedPages
 
 HEAD_DIM_MULTIPLE = 8
 """What the size of a head must be a multiple of."""
@@ -24,7 +25,7 @@ def ragged_paged_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: jax.Array | QuantizedPages,
     kv_lens: jax.Array,
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
@@ -34,7 +35,7 @@ def ragged_paged_attention(
     sliding_window: int | None = None,
     sinks: jax.Array | None = None,
     layer: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | QuantizedPages]:
     """Write the new keys and values to their pages, then attend over the pages.
 
     Args:
@@ -42,8 +43,8 @@ def ragged_paged_attention(
         k: [T, K, D], rotated, dtype of q; K divides H.
         v: [T, K, D], dtype of q.
         kv_pages: bf16 or f32 [N, 2K, page, D]: keys of head h at row 2h, values at 2h + 1; page a
-            power of two >= 8. Or those of all layers, [L, N, 2K, page, D], with `layer`. Donated:
-            updated in place, with no copy through a chain of layers.
+            power of two >= 8. Or quantised ones. Or those of all layers, [L, N, 2K, page, D], with
+            `layer`. Donated: updated in place, with no copy through a chain of layers.
         kv_lens: i32 [S], tokens in the cache after this step.
         page_indices: i32 [S, P].
         cu_q_lens: i32 [S + 1], rows of sequence s are [cu_q_lens[s], cu_q_lens[s + 1]).
@@ -74,45 +75,56 @@ def ragged_paged_attention(
     elif sinks.shape != (q.shape[1],) or sinks.dtype != jnp.float32:
         raise ValueError(f"sinks must be f32 [{q.shape[1]}], got {sinks.dtype} {sinks.shape}")
     library.load()
+    attributes = {
+        "scale": np.float32(sm_scale),
+        "window": _NO_WINDOW if sliding_window is None else sliding_window,
+        "layer": layer or 0,
+    }
+    indices = (kv_lens, page_indices, cu_q_lens, num_seqs, sinks)
+    if isinstance(kv_pages, QuantizedPages):
+        arguments = (q, k, v, kv_pages.values, kv_pages.scales)
+        call = jax.ffi.ffi_call(
+            "systole_quantized_paged_attention",
+            tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *arguments[3:])),
+            input_output_aliases={3: 1, 4: 2},
+        )
+        out, values, scales = call(*arguments, *indices, **attributes)
+        return out, QuantizedPages(values=values, scales=scales)
     call = jax.ffi.ffi_call(
         "systole_ragged_paged_attention",
-        (
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype),
-        ),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, kv_pages)),
         input_output_aliases={3: 1},
     )
-    out, kv_pages = call(
-        q,
-        k,
-        v,
-        kv_pages,
-        kv_lens,
-        page_indices,
-        cu_q_lens,
-        num_seqs,
-        sinks,
-        scale=np.float32(sm_scale),
-        window=_NO_WINDOW if sliding_window is None else sliding_window,
-        layer=layer or 0,
-    )
-    return out, kv_pages
+    return call(q, k, v, kv_pages, *indices, **attributes)
 
 
-def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array) -> None:
-    for name, array in (("q", q), ("kv_pages", kv_pages)):
-        if array.dtype not in _FLOATS:
-            raise TypeError(f"{name} must be bfloat16 or float32, got {array.dtype}")
+def _check_dtypes(
+    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array | QuantizedPages
+) -> None:
+    if q.dtype not in _FLOATS:
+        raise TypeError(f"q must be bfloat16 or float32, got {q.dtype}")
+    if isinstance(kv_pages, QuantizedPages):
+        dtypes = (kv_pages.values.dtype, kv_pages.scales.dtype)
+        if dtypes != (jnp.int8, jnp.float32):
+            raise TypeError(f"quantised kv_pages must be int8 with float32 scales, got {dtypes}")
+    elif kv_pages.dtype not in _FLOATS:
+        raise TypeError(f"kv_pages must be bfloat16 or float32, or quantised, got {kv_pages.dtype}")
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {array.dtype}")
 
 
 def _check_shapes(
-    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, layer: int | None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_pages: jax.Array | QuantizedPages,
+    layer: int | None,
 ) -> None:
     pages_ndim = 4 if layer is None else 5
-    expected = (("q", q, 3), ("k", k, 3), ("v", v, 3), ("kv_pages", kv_pages, pages_ndim))
+    is_quantized = isinstance(kv_pages, QuantizedPages)
+    pages = kv_pages.values if is_quantized else kv_pages
+    expected = (("q", q, 3), ("k", k, 3), ("v", v, 3), ("kv_pages", pages, pages_ndim))
     for name, array, ndim in expected:
         if array.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimensions, got shape {array.shape}")
@@ -135,6 +147,11 @@ def _check_shapes(
         )
     if page_size < 8 or page_size & (page_size - 1):
         raise ValueError(f"the page size must be a power of two >= 8, got {page_size}")
+    if is_quantized and kv_pages.scales.shape != pages.shape[:-1]:
+        raise ValueError(
+            f"scales of kv_pages {pages.shape} must be {pages.shape[:-1]}, got "
+            f"{kv_pages.scales.shape}"
+        )
 
 
 def _check_indices(

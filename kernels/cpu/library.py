@@ -57,6 +57,7 @@ _PER_ISA = {  # instruction sets that each is compiled for
 _TARGETS = (
     "systole_int8_linear",
     "systole_linear",
+    "systole_quantized_paged_attention",
     "systole_ragged_paged_attention",
 )  # and their handlers' symbols
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernels.quantized_pages import QuantizedPages, quantize_rows
 from kernels.tpu.block import LANES
 from kernels.tpu.decode import decode_attention
 from kernels.tpu.plan import page_windows, plan_decode, plan_prefill, plan_store
@@ -45,7 +46,7 @@ def ragged_paged_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: jax.Array | QuantizedPages,
     kv_lens: jax.Array,
     page_indices: jax.Array,
     cu_q_lens: jax.Array,
@@ -55,11 +56,10 @@ def ragged_paged_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     sinks: jax.Array | None = None,
-    kv_scales: jax.Array | None = None,
     decode_q_len: int = 1,
     tiling: Tiling | None = None,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | QuantizedPages]:
     """Write the new keys and values to their pages, then attend over the pages.
 
     Args:
@@ -67,9 +67,9 @@ def ragged_paged_attention(
         k: [T, K, D], rotated, dtype of q; K divides H.
         v: [T, K, D], dtype of q.
         kv_pages: keys of head h at row 2h, values at 2h + 1. For D = 128 [N, 2K, page, 128], for
-            D = 64 the same bytes as [N, 2K, page / 2, 128]: two tokens a row. In q's dtype, or of
-            8 bits with `kv_scales`; page a power of two, see `check_page_size`. Donate it: the
-            update is then in place.
+            D = 64 the same bytes as [N, 2K, page / 2, 128]: two tokens a row. In q's dtype, or for
+            D = 128 quantised; page a power of two, see `check_page_size`. Donate it: the update is
+            then in place.
         kv_lens: i32 [S], tokens in the cache after this step.
         page_indices: i32 [S, P].
         cu_q_lens: i32 [S + 1], rows of sequence s are [cu_q_lens[s], cu_q_lens[s + 1]).
@@ -78,7 +78,6 @@ def ragged_paged_attention(
         sliding_window: keys that a query sees, itself included; None for all.
         soft_cap: scores s become c tanh(s / c); None to leave them.
         sinks: f32 [H], a score of each query head that takes weight and has no value.
-        kv_scales: f32 [2K], factor of each row of 8-bit pages; what is stored is k / scale.
         decode_q_len: new tokens of a sequence up to which it goes to the decode kernel, 1 to 8:
             more than 1 costs another launch.
         tiling: block sizes; None to choose them by shape.
@@ -92,18 +91,19 @@ def ragged_paged_attention(
         ValueError: a shape or parameter does not fit.
         TypeError: a dtype is not supported.
     """
-    _check(q, k, v, kv_pages, kv_scales)
+    values = kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
+    _check(q, k, v, values, is_quantized=values is not kv_pages)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, row_tokens = k.shape[1], LANES // head_dim
-    page_size = kv_pages.shape[2] * row_tokens
+    page_size = values.shape[2] * row_tokens
     if tiling is None:
         tiling = choose_tiling(
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             page_size=page_size,
-            kv_dtype=kv_pages.dtype,
+            kv_dtype=values.dtype,
             row_tokens=row_tokens,
             decode_q_len=decode_q_len,
         )
@@ -115,7 +115,7 @@ def ragged_paged_attention(
         num_kv_heads=num_kv_heads,
         row_tokens=row_tokens,
         page_size=page_size,
-        kv_dtype=kv_pages.dtype,
+        kv_dtype=values.dtype,
         dtype=q.dtype,
         sm_scale=sm_scale,
         sliding_window=sliding_window,
@@ -123,7 +123,7 @@ def ragged_paged_attention(
     )
     block_size = prefill_shape.block.num_keys
     windows = page_windows(page_indices)
-    q_rows, kv_rows = _rows(q, k, v, kv_pages.dtype, kv_scales)
+    q_rows, kv_rows = _rows(q, k, v, values.dtype)
     qkv = jnp.concatenate([q_rows, kv_rows], axis=1)
     # With two tokens a row the halves of an output row are still to be added: in f32.
     out = jnp.zeros((num_rows, num_heads, LANES), q.dtype if row_tokens == 1 else jnp.float32)
@@ -180,58 +180,44 @@ def ragged_paged_attention(
         )
     if row_tokens == 2:
         out = out[..., :head_dim] + out[..., head_dim:]
-    if kv_scales is not None:
-        value_scales = jnp.repeat(kv_scales[1::2], num_heads // num_kv_heads)
-        out = out.astype(jnp.float32) * value_scales[None, :, None]
     return out.astype(q.dtype), kv_pages
 
 
-def _rows(
-    q: jax.Array, k: jax.Array, v: jax.Array, kv_dtype: Any, kv_scales: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
+def _rows(q: jax.Array, k: jax.Array, v: jax.Array, kv_dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Queries [T, H, 128], and keys and values [T, 2K, 128] ready to be stored, in q's dtype.
 
     Decode copies a token's at once and wants them in one array; longer chunks copy the two apart,
     and from one array could not, unless H is a multiple of 8.
 
     Heads of 64 stand twice in a row: each token takes the half that is its own. For pages of 8 bits
-    keys and values are numbers that these hold, and queries carry the keys' scale.
+    keys and values are the numbers that these hold, and one row more has their scales.
     """
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    kv = jnp.stack([k, v], axis=2).reshape(num_rows, 2 * num_kv_heads, head_dim)
-    if kv_scales is not None:
-        key_scales = jnp.repeat(kv_scales[::2], num_heads // num_kv_heads)
-        q = (q.astype(jnp.float32) * key_scales[None, :, None]).astype(q.dtype)
-        kv = quantize_kv(kv, kv_scales, kv_dtype).astype(q.dtype)
+    num_rows, _, head_dim = q.shape
+    num_kv_rows = 2 * k.shape[1]
+    kv = jnp.stack([k, v], axis=2).reshape(num_rows, num_kv_rows, head_dim)
+    if jnp.dtype(kv_dtype).itemsize == 1:
+        kv, scales = quantize_rows(kv, kv_dtype)
+        scales = jnp.pad(scales, ((0, 0), (0, LANES - num_kv_rows)))
+        kv = jnp.concatenate([kv.astype(q.dtype), scales[:, None].astype(q.dtype)], axis=1)
     if head_dim == LANES:
         return q, kv
     return jnp.concatenate([q, q], axis=2), jnp.concatenate([kv, kv], axis=2)
 
 
-def quantize_kv(kv: jax.Array, kv_scales: jax.Array, kv_dtype: Any) -> jax.Array:
-    """Keys and values [T, 2K, D] as 8-bit pages hold them."""
-    scaled = kv.astype(jnp.float32) / kv_scales[None, :, None]
-    if jnp.issubdtype(kv_dtype, jnp.integer):
-        return jnp.clip(jnp.round(scaled), -127, 127).astype(kv_dtype)
-    limit = float(jnp.finfo(kv_dtype).max)
-    return jnp.clip(scaled, -limit, limit).astype(kv_dtype)
-
-
 def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, kv_scales: jax.Array | None
+    q: jax.Array, k: jax.Array, v: jax.Array, kv_pages: jax.Array, *, is_quantized: bool
 ) -> None:
     if q.dtype not in _FLOATS:
         raise TypeError(f"q must be bfloat16 or float32, got {q.dtype}")
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
             raise TypeError(f"{name} must have q's dtype {q.dtype}, got {array.dtype}")
-    if kv_pages.dtype.itemsize > 1 and (kv_pages.dtype != q.dtype or kv_scales is not None):
+    if is_quantized != (kv_pages.dtype.itemsize == 1):
+        raise TypeError(f"kv_pages are quantised if they have 8 bits, got {kv_pages.dtype}")
+    if not is_quantized and kv_pages.dtype != q.dtype:
         raise TypeError(
-            f"kv_pages must have q's dtype {q.dtype}, or 8 bits and kv_scales, got {kv_pages.dtype}"
+            f"kv_pages must be quantised or have q's dtype {q.dtype}, got {kv_pages.dtype}"
         )
-    if kv_pages.dtype.itemsize == 1 and kv_scales is None:
-        raise TypeError(f"kv_pages of {kv_pages.dtype} need kv_scales")
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     if k.shape != (num_rows, num_kv_heads, head_dim) or v.shape != k.shape:
@@ -242,6 +228,11 @@ def _check(
         )
     if head_dim not in HEAD_DIMS:
         raise ValueError(f"head_dim must be 64 or 128 on TPU, got {head_dim}")
+    if is_quantized and (head_dim != LANES or 2 * num_kv_heads > LANES):
+        raise ValueError(
+            "quantised kv_pages need a head_dim of 128 and at most 64 KV heads on TPU, got "
+            f"{head_dim} and {num_kv_heads}"
+        )
     _, num_kv_rows, page_rows, num_lanes = kv_pages.shape
     if num_kv_rows != 2 * num_kv_heads or num_lanes != LANES:
         raise ValueError(
@@ -254,12 +245,14 @@ def check_page_size(page_size: int, kv_dtype: Any, *, head_dim: int) -> None:
     """Refuse pages that the kernels cannot write or hold.
 
     A page is written by tiles of rows, 8 of f32, 16 of bf16, 32 of 8 bits, of one or two tokens
-    each; and it must lie within a key block.
+    each; and it must lie within a key block. The scales of a page of 8 bits are rows of lanes.
 
     Raises:
         ValueError: names the limits and what to do.
     """
     least = MIN_TILE_BYTES // jnp.dtype(kv_dtype).itemsize * (LANES // head_dim)
+    if jnp.dtype(kv_dtype).itemsize == 1:
+        least = LANES
     if not least <= page_size <= BLOCK_KEYS or page_size & (page_size - 1):
         raise ValueError(
             f"page_size {page_size}: the TPU attention kernels need a power of two in [{least}, "

@@ -9,11 +9,12 @@ cache's dtype.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 LANES = 128
 SUBLANES = 8
@@ -23,6 +24,18 @@ LOG2_E = 1.4426950408889634
 
 State = tuple[jax.Array, ...]
 """Row maxima [R, D] (each row one value), sums by lane [R, D], weighted values [R, D]; all f32."""
+
+
+class BlockRefs(NamedTuple):
+    """A block's keys and values in VMEM.
+
+    Attributes:
+        pages: [pages, 2K, page_rows, 128].
+        scales: f32 [pages, 2K, page], of pages of 8 bits; None for others.
+    """
+
+    pages: Any
+    scales: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +105,39 @@ class BlockShape:
         return self.tile_rows * self.row_tokens
 
     @property
+    def has_scales(self) -> bool:
+        """Whether each token of a KV row has a factor: where pages are of 8 bits."""
+        return jnp.dtype(self.kv_dtype).itemsize == 1
+
+    @property
+    def page_shape(self) -> tuple[int, int, int]:
+        """Shape of a page, [2K, page_rows, 128]."""
+        return (2 * self.num_kv_heads, self.page_rows, LANES)
+
+    @property
+    def value_rows(self) -> range:
+        """KV rows in which nothing but finite numbers may stand, beside live keys or not.
+
+        Values, since a weight of 0 times anything must be 0. Integers are always finite.
+        """
+        if jnp.issubdtype(self.kv_dtype, jnp.integer):
+            return range(0)
+        return range(1, 2 * self.num_kv_heads, 2)
+
+    @property
     def cleared_rows(self) -> range:
         """KV rows in which nothing but finite numbers may stand beside live keys.
 
-        Values, since a weight of 0 times anything must be 0; and where two tokens share a row, keys
-        as well, since a query multiplies its key's neighbour by 0.
+        Values; and where two tokens share a row, keys as well, since a query multiplies its key's
+        neighbour by 0.
         """
-        return range(1, 2 * self.num_kv_heads, 2) if self.row_tokens == 1 else self.kv_rows
+        return self.value_rows if self.row_tokens == 1 else self.kv_rows
+
+    @property
+    def scale_token(self) -> jax.Array:
+        """Token of each element of a page's scales [2K, page], from the page's first."""
+        shape = (2 * self.num_kv_heads, self.page_size)
+        return lax.broadcasted_iota(jnp.int32, shape, 1)
 
     @property
     def kv_rows(self) -> range:
@@ -118,10 +157,15 @@ class BlockShape:
         half = self.num_keys // 2
         return jnp.where(column < half, 2 * column, 2 * (column - half) + 1)
 
-    def load(self, kv_ref: Any, row: Any) -> jax.Array:
-        """Keys or values of one row of pages [pages, 2K, page_rows, 128], as an operand."""
-        rows = kv_ref[:, row].reshape(self.num_keys // self.row_tokens, LANES)
+    def load(self, refs: BlockRefs, row: Any) -> jax.Array:
+        """Keys or values of one KV row, as an operand [num_keys / row_tokens, 128]."""
+        rows = refs.pages[:, row].reshape(self.num_keys // self.row_tokens, LANES)
         return rows.astype(self.dtype)
+
+    def load_scales(self, refs: BlockRefs, row: Any) -> jax.Array:
+        """Factors of one KV row's tokens, f32 [1, num_keys]."""
+        pages = [refs.scales[page, pl.ds(row, 1)] for page in range(self.pages)]
+        return pages[0] if len(pages) == 1 else jnp.concatenate(pages, axis=1)
 
     def spread(self, rows: jax.Array) -> jax.Array:
         """Query rows as operands. With two tokens a row: [q, 0] rows, then [0, q] rows.
@@ -159,6 +203,21 @@ class BlockShape:
         middle = product.shape[0] // 2
         half = self._lane_half((middle, LANES))
         return jnp.where(half == 0, product[:middle], product[middle:])
+
+    def clear_scales(self, refs: BlockRefs, page: Any, num_keys: Any, q_len: Any) -> None:
+        """Zero the factors of keys that no row sees in a page of a block.
+
+        Weights of 0 meet them, and what was never written may be NaN.
+        """
+        is_live = self.is_live(page * self.page_size + self.scale_token, num_keys, q_len)
+        refs.scales[page] = jnp.where(is_live, refs.scales[page], 0.0)
+
+    def scale_column(self, row: jax.Array) -> jax.Array:
+        """A token's factors [1, 128], element r that of KV row r, as a column [2K, 1]."""
+        shape = (2 * self.num_kv_heads, LANES)
+        lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+        is_own = lane == lax.broadcasted_iota(jnp.int32, shape, 0)
+        return jnp.where(is_own, row, 0.0).sum(axis=1, keepdims=True)
 
     def scale(self, scores: jax.Array) -> jax.Array:
         """Scale and cap scores, for powers of two."""
@@ -235,7 +294,7 @@ class BlockShape:
 
 
 def attend_block(
-    shape: BlockShape, q: jax.Array, kv_ref: Any, *, num_keys: Any, q_len: Any
+    shape: BlockShape, q: jax.Array, refs: BlockRefs, *, num_keys: Any, q_len: Any
 ) -> State:
     """Attend to one block.
 
@@ -246,7 +305,7 @@ def attend_block(
     Args:
         shape: static sizes.
         q: [max_q_len, H, D]; rows past q_len may hold anything.
-        kv_ref: [pages, 2K, page, D].
+        refs: its keys and values.
         num_keys: keys of the sequence from the block's first on.
         q_len: tokens in use; they are the sequence's last.
     """
@@ -254,9 +313,7 @@ def attend_block(
     parts = []
     for first, end in shape.chunks:
         own = rows[first * shape.head_rows : end * shape.head_rows]
-        parts.append(
-            _attend_heads(shape, own, kv_ref, (first, end), num_keys=num_keys, q_len=q_len)
-        )
+        parts.append(_attend_heads(shape, own, refs, (first, end), num_keys=num_keys, q_len=q_len))
     return tuple(
         part[0] if len(part) == 1 else jnp.concatenate(part, axis=0)
         for part in zip(*parts, strict=True)
@@ -299,7 +356,7 @@ def normalise(state: State, sinks: jax.Array | None = None) -> jax.Array:
 def _attend_heads(
     shape: BlockShape,
     rows: jax.Array,
-    kv_ref: Any,
+    refs: BlockRefs,
     heads: tuple[int, int],
     *,
     num_keys: Any,
@@ -311,18 +368,23 @@ def _attend_heads(
     for head in range(num_heads):
         # One product per head: with heads side by side the compiler transposes keys by itself.
         own = rows if num_heads == 1 else jnp.where(row_head == head, rows, 0.0)
-        scores += lax.dot_general(
+        product = lax.dot_general(
             shape.spread(own),
-            shape.load(kv_ref, 2 * (heads[0] + head)),
+            shape.load(refs, 2 * (heads[0] + head)),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
+        if shape.has_scales:
+            product *= shape.load_scales(refs, 2 * (heads[0] + head))
+        scores += product
     mask = _score_mask(shape, rows.shape[0], num_keys, q_len)
     scores = jnp.where(mask, shape.scale(shape.scores(scores)), NO_MAX)
     top = jnp.max(scores, axis=1, keepdims=True)
     weights = jnp.exp2(scores - top)
     total = sum_by_lane(weights)
-    values = [shape.load(kv_ref, 2 * head + 1) for head in range(*heads)]
+    if shape.has_scales:
+        weights *= _value_scales(shape, refs, heads, weights.shape)
+    values = [shape.load(refs, 2 * head + 1) for head in range(*heads)]
     product = lax.dot_general(
         shape.spread_weights(weights),
         values[0] if num_heads == 1 else jnp.concatenate(values, axis=1),
@@ -334,6 +396,18 @@ def _attend_heads(
     for head in range(1, num_heads):
         acc = jnp.where(row_head == head, parts[head], acc)
     return jnp.broadcast_to(top, rows.shape), total, acc
+
+
+def _value_scales(
+    shape: BlockShape, refs: BlockRefs, heads: tuple[int, int], weights_shape: tuple[int, ...]
+) -> jax.Array:
+    """Factors of the values that each row's own head weighs, [rows, num_keys]."""
+    row_head = lax.broadcasted_iota(jnp.int32, weights_shape, 0) // shape.head_rows
+    scales = jnp.broadcast_to(shape.load_scales(refs, 2 * heads[0] + 1), weights_shape)
+    for head in range(1, heads[1] - heads[0]):
+        own = shape.load_scales(refs, 2 * (heads[0] + head) + 1)
+        scales = jnp.where(row_head == head, own, scales)
+    return scales
 
 
 def cast_rows(rows: jax.Array, dtype: Any) -> jax.Array:

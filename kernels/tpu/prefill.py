@@ -5,7 +5,7 @@ that the key block lies after are skipped, those that it lies wholly before are 
 those on the diagonal are. The sums are those of `block`: a row's bits are the same whether it is
 computed here, in a chunk of any size, or by `decode`.
 
-Stages as in `decode`: page ids of item i + 2, pages (and queries) of item i + 1, item i computed.
+Pages come as `page_stream` brings them, an item a round, and queries with a query block's first.
 Rows of a sub-block are ordered (query head of the group, token), which strided loads and stores
 give for nothing.
 
@@ -14,7 +14,6 @@ give for nothing.
 | queries, new keys and values | [T, H + 2K, D] | HBM, by tokens |
 | out | [T, H, D] | HBM, by tokens |
 | pages | [N, 2K, page, D] | HBM, whole pages |
-| page buffer | [2, block_pages, 2K, page, D] | VMEM |
 | queries by head | [query tokens / sub tokens, K, rows, D] | VMEM |
 | state | 3 x the same, f32 | VMEM |
 """
@@ -32,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.quantized_pages import QuantizedPages
 from kernels.tpu.block import (
     LANES,
     LOG2_E,
@@ -43,11 +43,10 @@ from kernels.tpu.block import (
     normalise,
     sum_by_lane,
 )
-from kernels.tpu.plan import PAGE_WINDOW, DecodePlan
+from kernels.tpu.page_stream import IDS_SLOTS, SLOTS, Items, PageStream, stream_scratch
+from kernels.tpu.plan import DecodePlan
 from kernels.tpu.ragged import copy_rows, wait_rows
 
-_IDS_SLOTS = 4
-_SLOTS = 2
 HEADS_AT_ONCE = 4
 """KV heads in one body of code, if they divide: more take the compiler too long."""
 
@@ -77,28 +76,7 @@ class PrefillShape:
         return jnp.broadcast_to(rows, (*rows.shape[:2], LANES))
 
 
-class _Item(NamedTuple):
-    """SMEM tables [4] of what is known of an item.
-
-    Attributes:
-        num_keys: keys from the key block's first to the query block's last; 0 or less for no item.
-        q_len: tokens of the query block.
-        first_row: the first of them.
-        first_id: index into `ids` of the key block's first page.
-        is_first: 1 for the first key block of a query block.
-        q_slot: parity of the query block.
-    """
-
-    num_keys: Any
-    q_len: Any
-    first_row: Any
-    first_id: Any
-    is_first: Any
-    q_slot: Any
-
-
 class _Buffers(NamedTuple):
-    pages: Any
     q: Any
     rows: Any
     q_heads: Any
@@ -106,17 +84,14 @@ class _Buffers(NamedTuple):
     top: Any
     total: Any
     acc: Any
-    ids: Any
     num_outs: Any
-    ids_sem: Any
-    page_sem: Any
     q_sem: Any
     out_sem: Any
 
 
 def prefill_attention(
     qkv: jax.Array,
-    kv_pages: jax.Array,
+    kv_pages: jax.Array | QuantizedPages,
     page_windows: jax.Array,
     plan: DecodePlan,
     out: jax.Array,
@@ -130,7 +105,7 @@ def prefill_attention(
 
     Args:
         qkv: [T, H, D] or more; only the first H, the queries, are read.
-        kv_pages: [N, 2K, page, D].
+        kv_pages: [N, 2K, page, D], or such of 8 bits.
         page_windows: i32 [S, W, 1, 128], see `plan.page_windows`.
         plan: query blocks and their key blocks.
         out: [T, H, D], updated in place; rows that are not in the plan keep their values.
@@ -141,64 +116,62 @@ def prefill_attention(
     """
     block = shape.block
     token = (block.num_heads, LANES)
-    page = (2 * block.num_kv_heads, block.page_rows, LANES)
     sub = (shape.num_subs, block.num_kv_heads, block.head_rows, LANES)
     state = pltpu.VMEM(sub, jnp.float32)
-    semaphores = pltpu.SemaphoreType.DMA((_SLOTS,))
     buffers = _Buffers(
-        pages=pltpu.VMEM((_SLOTS, block.pages, *page), block.kv_dtype),
-        q=pltpu.VMEM((_SLOTS, shape.query_tokens, *token), qkv.dtype),
+        q=pltpu.VMEM((SLOTS, shape.query_tokens, *token), qkv.dtype),
         rows=pltpu.VMEM((shape.query_tokens * block.num_heads, LANES), jnp.float32),
         q_heads=pltpu.VMEM((*sub[:2], block.row_tokens * block.head_rows, LANES), block.dtype),
         out=pltpu.VMEM((shape.query_tokens, *token), out.dtype),
         top=state,
         total=state,
         acc=state,
-        ids=pltpu.SMEM((_IDS_SLOTS * PAGE_WINDOW,), jnp.int32),
         num_outs=pltpu.SMEM((1,), jnp.int32),
-        ids_sem=pltpu.SemaphoreType.DMA((_IDS_SLOTS,)),
-        page_sem=semaphores,
-        q_sem=semaphores,
+        q_sem=pltpu.SemaphoreType.DMA((SLOTS,)),
         out_sem=pltpu.SemaphoreType.DMA,
     )
     any_space = pl.BlockSpec(memory_space=pl.ANY)
-    table = pltpu.SMEM((_IDS_SLOTS,), jnp.int32)
+    cache = jax.tree.leaves(kv_pages)
     extra = () if sinks is None else (sinks,)
     return pl.pallas_call(
         functools.partial(_run, shape),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(plan),
             grid=(1,),
-            in_specs=[any_space] * 4 + [pl.BlockSpec(memory_space=pltpu.VMEM) for _ in extra],
+            in_specs=[any_space] * (3 + len(cache))
+            + [pl.BlockSpec(memory_space=pltpu.VMEM) for _ in extra],
             out_specs=any_space,
-            scratch_shapes=[buffers, _Item(*[table] * len(_Item._fields))],
+            scratch_shapes=[buffers, stream_scratch(block, round_items=1)],
         ),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
-        input_output_aliases={len(plan) + 3: 0},
+        input_output_aliases={len(plan) + 2: 0},
         compiler_params=pltpu.CompilerParams(
             vmem_limit_bytes=vmem_limit_bytes, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="prefill_attention",
-    )(*plan, page_windows, qkv, kv_pages, out, *extra)
+    )(*plan, page_windows, qkv, out, *cache, *extra)
 
 
 def _run(shape: PrefillShape, *refs: Any) -> None:
     plan = DecodePlan(*refs[: len(DecodePlan._fields)])
-    windows, qkv, pages, _, *extra, out, buffers, item = refs[len(plan) :]
-    sinks = extra[0] if extra else None
-    kernel = _Kernel(shape, plan, windows, qkv, out, pages, sinks, buffers, item)
+    windows, qkv, _, *refs, out, buffers, scratch = refs[len(plan) :]
+    num_arrays = 2 if shape.block.has_scales else 1
+    pages, scales = (*refs[:num_arrays], None)[:2]
+    sinks = refs[num_arrays] if len(refs) > num_arrays else None
+    stream = PageStream(shape.block, 1, plan, windows, pages, scales, scratch)
+    kernel = _Kernel(shape, stream, qkv, out, sinks, buffers)
     num_items = plan.num_items[0]
     buffers.num_outs[0] = 0
 
     @pl.when(num_items > 0)
     def _() -> None:
-        entry = kernel.start_ids(0, jnp.int32(0))
-        entry = kernel.start_ids(1, entry)
+        entry = stream.start_ids(0, jnp.int32(0))
+        entry = stream.start_ids(1, entry)
         kernel.start_inputs(0)
 
         def run_item(index: jax.Array, entry: jax.Array) -> jax.Array:
-            entry = kernel.start_ids(index + 2, entry)
+            entry = stream.start_ids(index + 2, entry)
             kernel.start_inputs(index + 1)
             kernel.wait_pages(index)
             kernel.begin_queries(index)
@@ -208,7 +181,7 @@ def _run(shape: PrefillShape, *refs: Any) -> None:
             return entry
 
         lax.fori_loop(0, num_items, run_item, entry)
-        kernel.wait_ids(num_items + 1)
+        stream.wait_ids(num_items + 1)
         kernel.wait_out()
 
 
@@ -217,87 +190,55 @@ class _Kernel:
     """The stages of an item; `index` is its number."""
 
     shape: PrefillShape
-    plan: DecodePlan
-    windows: Any
+    stream: PageStream
     qkv: Any
     out: Any
-    pages: Any
     sinks: Any
     buffers: _Buffers
-    item: _Item
 
-    def start_ids(self, index: Any, entry: jax.Array) -> jax.Array:
-        """Describe an item and fetch its page ids; returns the next item's query block."""
-        plan, block = self.plan, self.shape.block
-        slot = index % _IDS_SLOTS
-        first_page = (index + plan.block_offsets[entry]) * block.pages
-        self.item.num_keys[slot] = plan.kv_lens[entry] - first_page * block.page_size
-        self.item.q_len[slot] = plan.q_lens[entry]
-        self.item.first_row[slot] = plan.first_rows[entry]
-        self.item.first_id[slot] = slot * PAGE_WINDOW + first_page % PAGE_WINDOW
-        self.item.is_first[slot] = (index == plan.first_items[entry]).astype(jnp.int32)
-        self.item.q_slot[slot] = entry % _SLOTS
-        pltpu.make_async_copy(
-            self.windows.at[plan.seq_ids[entry], first_page // PAGE_WINDOW, 0],
-            self.buffers.ids.at[pl.ds(slot * PAGE_WINDOW, PAGE_WINDOW)],
-            self.buffers.ids_sem.at[slot],
-        ).start()
-        return jnp.where(index + 1 >= plan.first_items[entry + 1], entry + 1, entry)
-
-    def wait_ids(self, index: Any) -> None:
-        """Wait for the page ids of an item."""
-        slot = index % _IDS_SLOTS
-        ids = self.buffers.ids.at[pl.ds(slot * PAGE_WINDOW, PAGE_WINDOW)]
-        pltpu.make_async_copy(ids, ids, self.buffers.ids_sem.at[slot]).wait()
+    @property
+    def item(self) -> Items:
+        """What is known of the items."""
+        return self.stream.scratch.items
 
     def start_inputs(self, index: Any) -> None:
         """Fetch the pages of an item, and the queries if it is its query block's first."""
-        self.wait_ids(index)
-        slot, ids_slot = index % _SLOTS, index % _IDS_SLOTS
+        self.stream.wait_ids(index)
+        self.stream.start_pages(index, 0)
+        ids_slot = index % IDS_SLOTS
         block, buffers = self.shape.block, self.buffers
-        num_keys, q_len = self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
-        begin, end = block.page_range(num_keys, q_len)
-        first_id = self.item.first_id[ids_slot]
-        for page in range(block.pages):
+        has_keys = self.item.num_keys[ids_slot, 0] > 0
 
-            @pl.when((begin <= page) & (page < end))
-            def _(page: int = page) -> None:
-                pltpu.make_async_copy(
-                    self.pages.at[buffers.ids[first_id + page]],
-                    buffers.pages.at[slot, page],
-                    buffers.page_sem.at[slot],
-                ).start()
-
-        @pl.when((self.item.is_first[ids_slot] != 0) & (num_keys > 0))
+        @pl.when((self.item.is_first[ids_slot, 0] != 0) & has_keys)
         def _() -> None:
-            q_slot = self.item.q_slot[ids_slot]
+            q_slot = self.item.parity[ids_slot, 0]
             copy_rows(
                 self.qkv.at[:, pl.ds(0, block.num_heads)],
                 buffers.q.at[q_slot],
                 buffers.q_sem.at[q_slot],
-                source_row=self.item.first_row[ids_slot],
+                source_row=self.item.first_row[ids_slot, 0],
                 target_row=0,
-                count=q_len,
+                count=self.item.q_len[ids_slot, 0],
             )
 
     def wait_pages(self, index: Any) -> None:
         """Wait for the pages of an item."""
-        slot, ids_slot = index % _SLOTS, index % _IDS_SLOTS
+        ids_slot = index % IDS_SLOTS
         begin, end = self.shape.block.page_range(
-            self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
+            self.item.num_keys[ids_slot, 0], self.item.q_len[ids_slot, 0]
         )
-        wait_rows(self.buffers.pages.at[slot], self.buffers.page_sem.at[slot], count=end - begin)
+        self.stream.wait_pages(index, end - begin)
 
     def begin_queries(self, index: Any) -> None:
         """Before a query block's first item: order its queries by head, and clear the sums."""
-        ids_slot = index % _IDS_SLOTS
+        ids_slot = index % IDS_SLOTS
         block, buffers = self.shape.block, self.buffers
 
-        @pl.when(self.item.is_first[ids_slot] != 0)
+        @pl.when(self.item.is_first[ids_slot, 0] != 0)
         def _() -> None:
-            q_slot = self.item.q_slot[ids_slot]
+            q_slot = self.item.parity[ids_slot, 0]
             wait_rows(
-                buffers.q.at[q_slot], buffers.q_sem.at[q_slot], count=self.item.q_len[ids_slot]
+                buffers.q.at[q_slot], buffers.q_sem.at[q_slot], count=self.item.q_len[ids_slot, 0]
             )
             buffers.rows[...] = buffers.q[q_slot].reshape(buffers.rows.shape).astype(jnp.float32)
 
@@ -317,18 +258,20 @@ class _Kernel:
 
     def clear_values(self, index: Any) -> None:
         """Zero what lies past the query block's last key, see `BlockShape.cleared_rows`."""
-        slot, ids_slot = index % _SLOTS, index % _IDS_SLOTS
-        block, pages = self.shape.block, self.buffers.pages
-        num_keys, q_len = self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
+        slot, ids_slot = index % SLOTS, index % IDS_SLOTS
+        block, refs = self.shape.block, self.stream.item_pages(slot, 0)
+        num_keys, q_len = self.item.num_keys[ids_slot, 0], self.item.q_len[ids_slot, 0]
 
         def clear_page(page: jax.Array, carry: None) -> None:
             keys = page * block.page_size + block.row_token(block.page_rows)
             is_live = block.is_live(keys, num_keys, q_len)
             for head in block.cleared_rows:
-                ref = pages.at[slot, page, head]
+                ref = refs.pages.at[page, head]
                 ref[...] = cast_rows(
                     jnp.where(is_live, ref[...].astype(jnp.float32), 0.0), ref.dtype
                 )
+            if block.has_scales:
+                block.clear_scales(refs, page, num_keys, q_len)
             return carry
 
         first_page = num_keys // block.page_size
@@ -340,9 +283,9 @@ class _Kernel:
 
     def compute(self, index: Any) -> None:
         """Attend to a key block with every sub-block that sees any of it."""
-        slot, ids_slot = index % _SLOTS, index % _IDS_SLOTS
+        slot, ids_slot = index % SLOTS, index % IDS_SLOTS
         block = self.shape.block
-        num_keys, q_len = self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
+        num_keys, q_len = self.item.num_keys[ids_slot, 0], self.item.q_len[ids_slot, 0]
         first, tokens = num_keys - q_len, block.max_q_len  # key that the first query stands at
         head_step = math.gcd(block.num_kv_heads, HEADS_AT_ONCE)
         num_subs = self._num_subs(ids_slot)
@@ -375,9 +318,9 @@ class _Kernel:
 
     def end_queries(self, index: Any) -> None:
         """After a query block's last item: normalise, order by token and write."""
-        ids_slot = index % _IDS_SLOTS
+        ids_slot = index % IDS_SLOTS
         block, buffers = self.shape.block, self.buffers
-        num_keys, q_len = self.item.num_keys[ids_slot], self.item.q_len[ids_slot]
+        num_keys, q_len = self.item.num_keys[ids_slot, 0], self.item.q_len[ids_slot, 0]
 
         @pl.when(num_keys <= block.num_keys)
         def _() -> None:
@@ -401,7 +344,7 @@ class _Kernel:
                 self.out,
                 buffers.out_sem,
                 source_row=0,
-                target_row=self.item.first_row[ids_slot],
+                target_row=self.item.first_row[ids_slot, 0],
                 count=q_len,
             )
             buffers.num_outs[0] = q_len
@@ -411,38 +354,44 @@ class _Kernel:
         wait_rows(self.buffers.out, self.buffers.out_sem, count=self.buffers.num_outs[0])
 
     def _scores(self, slot: Any, sub: Any, kv_head: Any) -> jax.Array:
-        block = self.shape.block
+        block, refs = self.shape.block, self.stream.item_pages(slot, 0)
         product = lax.dot_general(
             self.buffers.q_heads[sub, kv_head],
-            block.load(self.buffers.pages.at[slot], 2 * kv_head),
+            block.load(refs, 2 * kv_head),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
+        if block.has_scales:
+            product *= block.load_scales(refs, 2 * kv_head)
         return block.scores(product)
 
     def _attend(
         self, slot: Any, sub: Any, kv_head: Any, scores: jax.Array, first: Any | None
     ) -> None:
         """One KV head of one sub-block; its first token stands at key `first`, None for no mask."""
-        block = self.shape.block
+        block, refs = self.shape.block, self.stream.item_pages(slot, 0)
         scores = block.scale(scores)
         if first is not None:
             token = lax.broadcasted_iota(jnp.int32, scores.shape, 0) % block.max_q_len
-            key = block.column_key(scores.shape[0])
-            mask = key - token <= first
+            # The sums are of rows: as differences of keys and tokens they would be of every vector.
+            key, position = block.column_key(scores.shape[0]), first + token
+            mask = key <= position
             if block.sliding_window is not None:
-                mask &= key - token > first - block.sliding_window
+                mask &= key > position - block.sliding_window
             scores = jnp.where(mask, scores, NO_MAX)
         top = jnp.max(scores, axis=1, keepdims=True)
         weights = jnp.exp2(scores - top)
+        total = sum_by_lane(weights)
+        if block.has_scales:
+            weights *= block.load_scales(refs, 2 * kv_head + 1)
         product = lax.dot_general(
             block.spread_weights(weights),
-            block.load(self.buffers.pages.at[slot], 2 * kv_head + 1),
+            block.load(refs, 2 * kv_head + 1),
             (((1,), (0,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         product = block.join(product)
-        partial = (jnp.broadcast_to(top, product.shape), sum_by_lane(weights), product)
+        partial = (jnp.broadcast_to(top, product.shape), total, product)
         self._set_state(sub, kv_head, merge_block(self._state(sub, kv_head), partial))
 
     def _state(self, sub: Any, kv_head: Any) -> tuple[jax.Array, ...]:
@@ -455,7 +404,7 @@ class _Kernel:
             ref[sub, kv_head] = value
 
     def _num_subs(self, ids_slot: Any) -> Any:
-        return pl.cdiv(self.item.q_len[ids_slot], self.shape.block.max_q_len)
+        return pl.cdiv(self.item.q_len[ids_slot, 0], self.shape.block.max_q_len)
 
     def _rows_of_head(self, sub: Any, head: int) -> Any:
         """Rows of one query head in [tokens * H, D]."""

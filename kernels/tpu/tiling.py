@@ -25,6 +25,11 @@ _SUB_ROWS = 256
 _SUBS = 2
 
 
+def padded_lanes(num_dims: int) -> int:
+    """Lanes of the rows of a TPU's memory that hold so many elements each."""
+    return -(-num_dims // LANES) * LANES
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
     """Sizes that a kernel can be built with.

@@ -88,8 +88,9 @@ def page_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     return bytes_per_page(
         model_config,
         page_size=config.page_size,
-        dtype=jnp.dtype(config.dtype),
+        dtype=jnp.dtype(config.kv_dtype),
         num_shards=config.tensor_parallel,
+        fills_lanes=config.attention == "pallas",
     )
 
 

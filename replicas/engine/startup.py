@@ -24,7 +24,8 @@ from kernels import mla_reference, reference
 from kernels.cpu import library
 from kernels.cpu.attention import HEAD_DIM_MULTIPLE as NATIVE_HEAD_DIM_MULTIPLE
 from kernels.tpu import attention as tpu_attention
-from replicas.config import EngineConfig, ModelConfig
+from kernels.tpu import mla as tpu_mla
+from replicas.config import AttentionImpl, EngineConfig, ModelConfig
 from replicas.engine.backend import check_xla_options, start_backend
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
@@ -106,36 +107,17 @@ def resolve_config(
     page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, 16)
     if config.quantization == "int8":
         require_quantizable(model_config)
-    attention = config.attention
-    # A head of another size runs on the reference kernel, slower: the native one has vectors of 8.
-    has_native_attention = has_native and model_config.head_dim % NATIVE_HEAD_DIM_MULTIPLE == 0
-    has_latents = model_config.mla is not None
-    has_pallas = platform == "tpu" and model_config.head_dim in tpu_attention.HEAD_DIMS
-    has_pallas = has_pallas and not has_latents
-    if attention == "auto":
-        is_native = platform == "cpu" and has_native_attention and not has_latents
-        attention = "native" if is_native else "reference"
-        if has_pallas:
-            attention = "pallas"
-    if attention == "pallas" and not has_pallas:
+    if config.kv_cache_dtype != "auto" and model_config.mla is not None:
         raise ValueError(
-            f"attention 'pallas' is for TPUs and a head_dim of 64 or 128, without latents; got "
-            f"{platform!r}, {model_config.head_dim} and family {model_config.family!r}: set "
-            "attention to 'auto'"
+            f"kv_cache_dtype {config.kv_cache_dtype!r} is not for latents, which "
+            f"{model_config.family!r} attends over and which are small already: set it to 'auto'"
         )
-    if attention == "native" and has_latents:
-        raise ValueError(
-            f"attention 'native' has no kernel for latents, which {model_config.family!r} attends "
-            "over: set attention to 'auto'"
-        )
-    if attention == "native" and has_native and not has_native_attention:
-        raise ValueError(
-            f"attention 'native' needs a head_dim that is a multiple of {NATIVE_HEAD_DIM_MULTIPLE}"
-            f", got {model_config.head_dim}: set attention to 'auto'"
-        )
-    if attention == "pallas":
+    attention = _choose_attention(config, model_config, platform=platform, has_native=has_native)
+    if attention == "pallas" and model_config.mla is not None:
+        tpu_mla.check_page_size(page_size)
+    elif attention == "pallas":
         tpu_attention.check_page_size(
-            page_size, jnp.dtype(config.dtype), head_dim=model_config.head_dim
+            page_size, jnp.dtype(config.kv_dtype), head_dim=model_config.head_dim
         )
     matmul = config.matmul
     if matmul == "auto":
@@ -152,6 +134,52 @@ def resolve_config(
         matmul=matmul,
         structured_output=config.structured_output and has_tokenizer(config),
     )
+
+
+def _choose_attention(
+    config: EngineConfig, model_config: ModelConfig, *, platform: str, has_native: bool
+) -> AttentionImpl:
+    """Return the kernel for "auto", or that of the configuration if it takes the model.
+
+    Raises:
+        ValueError: it does not; says what it takes.
+    """
+    has_latents = model_config.mla is not None
+    # A head of another size runs on the reference kernel, slower: the native one has vectors of 8.
+    is_aligned = model_config.head_dim % NATIVE_HEAD_DIM_MULTIPLE == 0
+    has_pallas = platform == "tpu" and _has_pallas(config, model_config)
+    if config.attention == "auto":
+        if has_pallas:
+            return "pallas"
+        is_native = platform == "cpu" and has_native and is_aligned and not has_latents
+        return "native" if is_native else "reference"
+    if config.attention == "pallas" and not has_pallas:
+        raise ValueError(
+            "attention 'pallas' is for TPUs and a head_dim of 64 or 128 (of 128 with 8-bit pages), "
+            f"or latents of a multiple of 128; got {platform!r}, {model_config.head_dim}, "
+            f"kv_cache_dtype {config.kv_cache_dtype!r} and family {model_config.family!r}: set "
+            "attention to 'auto'"
+        )
+    if config.attention == "native" and has_latents:
+        raise ValueError(
+            f"attention 'native' has no kernel for latents, which {model_config.family!r} attends "
+            "over: set attention to 'auto'"
+        )
+    if config.attention == "native" and has_native and not is_aligned:
+        raise ValueError(
+            f"attention 'native' needs a head_dim that is a multiple of {NATIVE_HEAD_DIM_MULTIPLE}"
+            f", got {model_config.head_dim}: set attention to 'auto'"
+        )
+    return config.attention
+
+
+def _has_pallas(config: EngineConfig, model_config: ModelConfig) -> bool:
+    """Whether the TPU kernels take a model's heads or latents."""
+    if model_config.mla is not None:
+        return model_config.mla.kv_lora_rank % tpu_mla.LANES == 0
+    if config.kv_cache_dtype != "auto" and model_config.head_dim != tpu_mla.LANES:
+        return False
+    return model_config.head_dim in tpu_attention.HEAD_DIMS
 
 
 def start_engine_loop(
@@ -364,11 +392,11 @@ def kv_page_shapes(plan: EnginePlan) -> Any:
         plan.model_config,
         num_pages=config.num_pages,
         page_size=config.page_size,
-        dtype=jnp.dtype(config.dtype),
+        dtype=jnp.dtype(config.kv_dtype),
         num_shards=config.tensor_parallel,
         sharding=kv_pages_sharding(plan.mesh, plan.model_config) if is_sharded else plan.whole,
         is_stacked=config.attention == "native" and not is_sharded,
-        row_tokens=2 if config.attention == "pallas" and plan.model_config.head_dim == 64 else 1,
+        fills_lanes=config.attention == "pallas",
     )
 
 
@@ -436,7 +464,8 @@ def _break_even_context(model_config: ModelConfig) -> int:
 
 def _attention(config: EngineConfig, model_config: ModelConfig) -> AttentionFn:
     if model_config.mla is not None:
-        return mla_reference.ragged_paged_latent_attention
+        kernel = tpu_mla if config.attention == "pallas" else mla_reference
+        return kernel.ragged_paged_latent_attention
     if config.attention == "native":
         from kernels.cpu import attention
 

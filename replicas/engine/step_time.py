@@ -16,6 +16,7 @@ import jax
 from replicas.config import EngineConfig, ModelConfig
 from replicas.engine.memory_plan import device_bytes
 from replicas.engine.tpu_chips import Chip
+from replicas.models.moe_params import ExpertParams
 
 LAUNCH_S = 3e-6
 """Of a kernel's launch and first copies, three to a layer, and of a collective: assumed."""
@@ -32,11 +33,15 @@ class StepSizes:
         hidden_size: M.
         ffn_size: F on this device.
         num_heads: H on this device.
-        layer_bytes: weights of all layers.
+        layer_bytes: weights of all layers, without those of routed experts.
         layer_flops: of their matmuls, per token.
+        expert_bytes: weights of the routed experts of all layers.
+        expert_flops: of a token that went through all of them.
+        expert_share: of the experts, that a token goes through.
         head_bytes: of the output head.
         head_flops: per row of logits.
         is_int8: whether matmuls are of 8-bit integers.
+        is_kv_int8: whether pages are.
         kv_token_bytes: KV of one token, all layers.
     """
 
@@ -47,10 +52,26 @@ class StepSizes:
     num_heads: int
     layer_bytes: int
     layer_flops: int
+    expert_bytes: int
+    expert_flops: int
+    expert_share: float
     head_bytes: int
     head_flops: int
     is_int8: bool
+    is_kv_int8: bool
     kv_token_bytes: int
+
+    def read_bytes(self, num_tokens: int) -> float:
+        """Weights of the layers that a step reads: experts that no token goes to it does not.
+
+        Routing is taken to be even.
+        """
+        touched = 1 - (1 - self.expert_share) ** num_tokens
+        return self.layer_bytes + touched * self.expert_bytes
+
+    def token_flops(self) -> float:
+        """Of the matmuls of all layers, per token."""
+        return self.layer_flops + self.expert_share * self.expert_flops
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +130,27 @@ def measure_sizes(
     assert config.page_size is not None
     num_devices = config.tensor_parallel
     head = weights.embedding if weights.head is None else weights.head
+    moe = model_config.moe
+    experts = [
+        node for node in jax.tree.leaves(weights.layers, is_leaf=_is_experts) if _is_experts(node)
+    ]
+    expert_elements = _matrix_elements(experts)
+    ffn_size = model_config.intermediate_size if moe is None else moe.active_intermediate_size
     return StepSizes(
         num_devices=num_devices,
         num_layers=model_config.num_layers,
         hidden_size=model_config.hidden_size,
-        ffn_size=model_config.intermediate_size // num_devices,
+        ffn_size=ffn_size // num_devices,
         num_heads=model_config.num_heads // num_devices,
-        layer_bytes=device_bytes(weights.layers),
-        layer_flops=2 * _matrix_elements(weights.layers) // num_devices,
+        layer_bytes=device_bytes(weights.layers) - device_bytes(experts),
+        layer_flops=2 * (_matrix_elements(weights.layers) - expert_elements) // num_devices,
+        expert_bytes=device_bytes(experts),
+        expert_flops=2 * expert_elements // num_devices,
+        expert_share=1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts,
         head_bytes=device_bytes(head),
         head_flops=2 * _matrix_elements(head) // num_devices,
         is_int8=config.quantization == "int8",
+        is_kv_int8=config.kv_cache_dtype == "int8",
         kv_token_bytes=page_bytes // config.page_size // num_devices,
     )
 
@@ -138,13 +169,14 @@ def predict_step(
     num_tokens = sum(group.num_seqs * group.q_len for group in groups)
     peak = (chip.int8_ops or chip.bf16_flops) if sizes.is_int8 else chip.bf16_flops
     bandwidth = chip.hbm_bytes_per_s
-    layer_compute_s = sizes.layer_flops * num_tokens / peak
+    layer_bytes = sizes.read_bytes(num_tokens)
+    layer_compute_s = sizes.token_flops() * num_tokens / peak
     head_compute_s = sizes.head_flops * num_logits / peak
-    matmul_s = max(sizes.layer_bytes / bandwidth, layer_compute_s)
+    matmul_s = max(layer_bytes / bandwidth, layer_compute_s)
     matmul_s += max(sizes.head_bytes / bandwidth, head_compute_s)
     attention_s = sum(_attention_s(sizes, chip, group) for group in groups)
     kv_bytes = sum(group.num_seqs * group.context for group in groups) * sizes.kv_token_bytes
-    read_s = (sizes.layer_bytes + sizes.head_bytes + kv_bytes) / bandwidth
+    read_s = (layer_bytes + sizes.head_bytes + kv_bytes) / bandwidth
     row_bytes = 4 * (8 * sizes.hidden_size + 3 * sizes.ffn_size)
     return StepTime(
         bound_s=max(read_s, layer_compute_s + head_compute_s),
@@ -159,7 +191,8 @@ def predict_step(
 def _attention_s(sizes: StepSizes, chip: Chip, group: Group) -> float:
     if group.q_len <= 8:
         kv_bytes = group.num_seqs * group.context * sizes.kv_token_bytes
-        bundles = kv_bytes / _MIB * chip.decode_bundles
+        per_mib = chip.decode_int8_bundles if sizes.is_kv_int8 else chip.decode_bundles
+        bundles = kv_bytes / _MIB * per_mib
         return max(kv_bytes / chip.hbm_bytes_per_s, bundles / chip.clock_hz)
     # A query sees half of the chunk that it is part of.
     scores = group.num_seqs * group.q_len * (group.context - group.q_len / 2)
@@ -173,6 +206,10 @@ def _collective_s(sizes: StepSizes, chip: Chip, num_tokens: int) -> float:
     reduced = 4 * num_tokens * sizes.hidden_size
     share = 2 * (sizes.num_devices - 1) / sizes.num_devices
     return 2 * sizes.num_layers * (reduced * share / chip.ici_bytes_per_s + LAUNCH_S)
+
+
+def _is_experts(node: Any) -> bool:
+    return isinstance(node, ExpertParams)
 
 
 def _matrix_elements(weights: Any) -> int:

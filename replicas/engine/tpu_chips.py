@@ -28,6 +28,7 @@ class Chip:
         clock_hz: bundles per second. v5e's and v5p's follow from the bf16 peak and the size of the
             MXUs; the others are not published and assumed.
         decode_bundles: of the decode kernel per MiB of KV, see docs/tpu.md.
+        decode_int8_bundles: the same where pages are of 8-bit integers.
         prefill_bundles: of the prefill kernel per 32 queries x 512 keys x 32 query heads.
         dollars_per_chip_hour: on demand, us regions, cloud.google.com/tpu/pricing; None: not
             listed there.
@@ -43,6 +44,7 @@ class Chip:
     ici_bytes_per_s: float
     clock_hz: float
     decode_bundles: float
+    decode_int8_bundles: float
     prefill_bundles: float
     dollars_per_chip_hour: float | None
 
@@ -61,6 +63,7 @@ CHIPS = {
             ici_bytes_per_s=200e9,
             clock_hz=1.5e9,
             decode_bundles=360,
+            decode_int8_bundles=1194,
             prefill_bundles=2159,
             dollars_per_chip_hour=1.20,
         ),
@@ -75,6 +78,7 @@ CHIPS = {
             ici_bytes_per_s=600e9,
             clock_hz=1.75e9,
             decode_bundles=360,
+            decode_int8_bundles=1194,
             prefill_bundles=2159,
             dollars_per_chip_hour=4.20,
         ),
@@ -89,6 +93,7 @@ CHIPS = {
             ici_bytes_per_s=400e9,
             clock_hz=1.75e9,
             decode_bundles=309,
+            decode_int8_bundles=597,
             prefill_bundles=1240,
             dollars_per_chip_hour=2.70,
         ),
@@ -103,6 +108,7 @@ CHIPS = {
             ici_bytes_per_s=600e9,
             clock_hz=1.9e9,
             decode_bundles=309,
+            decode_int8_bundles=702,
             prefill_bundles=1337,
             dollars_per_chip_hour=None,
         ),

@@ -4,17 +4,19 @@ Page tables belong to the engine's page allocator; this file only knows memory. 
 [N, 2K, page, D], key of KV head h at row 2h and its value at row 2h + 1; or [N, 1, page, R + P] of
 latents and rotated key parts (see `mla`). A cache is an array per
 layer, or one array [L, N, 2K, page, D] for a kernel that updates one layer of it in place: fewer
-arguments. Invariant: page 0 is the null page, which padded writes may hit and no sequence owns.
+arguments. Where pages are of 8 bits, `QuantizedPages` stand for each array. Invariant: page 0 is the null page, which padded writes may hit and no sequence owns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 
+from kernels.quantized_pages import QuantizedPages
+from kernels.tpu.tiling import LANES, padded_lanes
 from replicas.config import ModelConfig
 from replicas.models.inputs import ModelInputs
 from replicas.models.sharding import num_sharded_kv_heads
@@ -23,8 +25,11 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
     from jaxtyping import Array, Float, Float32
 
-type KVPages = "Array | tuple[Array, ...]"
-type Attention = Callable[..., tuple[Array, Array]]
+type Pages = "Array | QuantizedPages"
+type KVPages = "Pages | tuple[Pages, ...]"
+type Attention = Callable[..., tuple[Array, Pages]]
+
+_SCALE_BYTES = 4
 
 
 def kv_pages_shape(
@@ -33,27 +38,46 @@ def kv_pages_shape(
     num_pages: int,
     page_size: int,
     num_shards: int = 1,
-    row_tokens: int = 1,
+    fills_lanes: bool = False,
 ) -> tuple[int, int, int, int]:
     """Return the global shape [N, 2K, page, D] of one layer's pages over `num_shards` devices.
 
-    With `row_tokens` = 2 it is [N, 2K, page / 2, 2 D], the same bytes: TPUs pad narrower rows. Of
-    latents it is [N, 1, page, R + P].
+    Of latents it is [N, 1, page, R + P]. With `fills_lanes` rows are as the TPU kernels want them:
+    heads of 64 two to a row, [N, 2K, page / 2, 128], the same bytes; latents with zeros up to the
+    next multiple of 128, as a TPU would store them anyway.
     """
     if config.mla is not None:
-        return (num_pages, 1, page_size, config.mla.cache_dim)
+        cache_dim = config.mla.cache_dim
+        return (num_pages, 1, page_size, padded_lanes(cache_dim) if fills_lanes else cache_dim)
+    row_tokens = LANES // config.head_dim if fills_lanes else 1
     num_heads = num_sharded_kv_heads(config, num_shards)
     return (num_pages, 2 * num_heads, page_size // row_tokens, row_tokens * config.head_dim)
 
 
 def bytes_per_page(
-    config: ModelConfig, *, page_size: int, dtype: DTypeLike, num_shards: int = 1
+    config: ModelConfig,
+    *,
+    page_size: int,
+    dtype: DTypeLike,
+    num_shards: int = 1,
+    fills_lanes: bool = False,
 ) -> int:
-    """Return the bytes of one page over all layers and devices."""
-    _, rows, _, head_dim = kv_pages_shape(
-        config, num_pages=1, page_size=page_size, num_shards=num_shards
+    """Return the bytes of one page over all layers and devices.
+
+    Those of int8 include scales; latents are whole on every device.
+    """
+    _, num_kv_rows, num_rows, row_size = kv_pages_shape(
+        config,
+        num_pages=1,
+        page_size=page_size,
+        num_shards=num_shards,
+        fills_lanes=fills_lanes,
     )
-    return config.num_layers * rows * page_size * head_dim * jnp.dtype(dtype).itemsize
+    page_bytes = num_kv_rows * num_rows * row_size * jnp.dtype(dtype).itemsize
+    if jnp.dtype(dtype) == jnp.int8:
+        page_bytes += num_kv_rows * page_size * _SCALE_BYTES
+    num_copies = num_shards if config.mla is not None else 1
+    return config.num_layers * page_bytes * num_copies
 
 
 def allocate_kv_pages(
@@ -99,7 +123,7 @@ def abstract_kv_pages(
     num_shards: int = 1,
     sharding: jax.sharding.Sharding | None = None,
     is_stacked: bool = False,
-    row_tokens: int = 1,
+    fills_lanes: bool = False,
 ) -> Any:
     """Return the shapes of what `allocate_kv_pages` would allocate, without memory."""
     shape = kv_pages_shape(
@@ -107,13 +131,21 @@ def abstract_kv_pages(
         num_pages=num_pages,
         page_size=page_size,
         num_shards=num_shards,
-        row_tokens=row_tokens,
+        fills_lanes=fills_lanes,
     )
     if is_stacked:
-        return jax.ShapeDtypeStruct(
-            (config.num_layers, *shape), jnp.dtype(dtype), sharding=sharding
-        )
-    return (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding),) * config.num_layers
+        return _abstract_pages((config.num_layers, *shape), dtype, sharding)
+    return (_abstract_pages(shape, dtype, sharding),) * config.num_layers
+
+
+def _abstract_pages(
+    shape: tuple[int, ...], dtype: DTypeLike, sharding: jax.sharding.Sharding | None
+) -> Any:
+    values = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=sharding)
+    if values.dtype != jnp.int8:
+        return values
+    scales: Any = jax.ShapeDtypeStruct(shape[:-1], jnp.float32, sharding=sharding)
+    return QuantizedPages(values=cast("Any", values), scales=scales)
 
 
 def num_kv_heads(kv_pages: KVPages) -> int:

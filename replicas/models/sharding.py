@@ -38,11 +38,11 @@ RULES: dict[str, str | None] = {
     "latent": None,
     "page": None,
     "kv_rows": TENSOR_AXIS,
-    "token": None,
     "head_dim": None,
 }
-KV_PAGES_AXES = ("page", "kv_rows", "token", "head_dim")
-LATENT_PAGES_AXES = ("page", "latent", "token", "head_dim")
+# The first axes; tokens, elements of a head, and none of these where a row has one scale, are whole.
+KV_PAGES_AXES = ("page", "kv_rows")
+LATENT_PAGES_AXES = ("page", "latent")
 
 
 def make_mesh(config: EngineConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -137,7 +137,7 @@ def param_shardings(param_specs: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def kv_pages_sharding(mesh: Mesh, config: ModelConfig | None = None) -> NamedSharding:
-    """Return the sharding of one layer's pages [N, 2K, page, D]: whole KV heads per device.
+    """Return the sharding of one layer's pages [N, 2K, page, ...]: whole KV heads per device.
 
     Pages of latents, which have no heads, are whole on every device.
     """

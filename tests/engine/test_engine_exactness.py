@@ -146,8 +146,13 @@ def test_preempted_sequences_give_the_tokens_of_a_request_alone(
     assert engine.load().num_preemptions > 0
 
 
-def test_int8_gives_the_tokens_of_a_request_alone_in_chunks_and_after_preemption() -> None:
-    fields = {"dtype": "bfloat16", "quantization": "int8", "attention": "native"}
+@pytest.mark.parametrize(
+    "fields",
+    [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}],
+    ids=["weights", "kv"],
+)
+def test_int8_gives_the_tokens_of_a_request_alone_in_chunks_and_after_preemption(fields) -> None:
+    fields = {"dtype": "bfloat16", "attention": "native", **fields}
     engine = build(**fields)
     alone: Outputs = {}
     for key, prompt in prompts("llama").items():

@@ -265,6 +265,10 @@ def test_page_bytes_are_those_of_the_allocated_pages() -> None:
         SMOLLM2_LAYERS, num_pages=5, page_size=16, dtype=jnp.bfloat16, is_stacked=True
     )
     assert stacked.shape == (SMOLLM2_LAYERS.num_layers, *pages[0].shape)
+    quantized = allocate_kv_pages(SMOLLM2_LAYERS, num_pages=5, page_size=16, dtype=jnp.int8)
+    small_page = bytes_per_page(SMOLLM2_LAYERS, page_size=16, dtype=jnp.int8)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(quantized)) == 5 * small_page
+    assert small_page / one_page == (64 + 4) / (2 * 64)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

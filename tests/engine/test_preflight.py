@@ -73,9 +73,12 @@ def test_bundles_of_the_table_are_those_that_were_counted() -> None:
     baseline = json.loads((root / "bench" / "tpu_static_baseline.json").read_text())
     for name in ("v5e", "v6e", "tpu7x"):
         chip = CHIPS[name]
-        prefill = baseline[f"{name}: prefill interior: 32 queries x 512 keys x 8 heads"]
-        assert chip.decode_bundles == pytest.approx(baseline[f"{name}: decode: MiB of KV"], 0.05)
-        assert chip.prefill_bundles == pytest.approx(prefill, 0.05)
+        for counted, loop in (
+            (chip.decode_bundles, "decode: MiB of KV"),
+            (chip.decode_int8_bundles, "decode, int8 pages: MiB of KV"),
+            (chip.prefill_bundles, "prefill interior: 32 queries x 512 keys x 8 heads"),
+        ):
+            assert counted == pytest.approx(baseline[f"{name}: {loop}"]["bundles"], 0.05)
 
 
 def test_check_says_that_it_fits_and_what_a_step_takes(
@@ -142,9 +145,13 @@ def test_a_topology_that_does_not_exist_is_refused(topology: str) -> None:
         tpu_topology.get_devices(topology)
 
 
-def test_pages_fill_the_budget_and_are_what_a_tpu_allocates(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_pages_fill_the_budget_and_are_what_a_tpu_allocates(
+    tmp_path: Path, kv_cache_dtype: str
+) -> None:
     devices = tpu_topology.get_devices(TOPOLOGY)
-    plan = plan_engine(config_of(tmp_path), devices)
+    plan = plan_engine(config_of(tmp_path, kv_cache_dtype=kv_cache_dtype), devices)
+    assert plan.config.attention == "pallas"
     memory = check_memory(plan, CHIPS["v6e"])
     budget = int(HBM_SHARE * CHIPS["v6e"].hbm_bytes)
     page = memory.kv_bytes // memory.num_pages
@@ -158,8 +165,23 @@ def test_pages_fill_the_budget_and_are_what_a_tpu_allocates(tmp_path: Path) -> N
     assert 0 <= rest < 1 << 20
 
 
+def test_latents_are_counted_on_every_device_that_holds_them() -> None:
+    model = Path(__file__).parents[1] / "golden" / "deepseek_v3"
+    config = EngineConfig(model=str(model), **(ENGINE | {"tensor_parallel": 2}))
+    plan = plan_engine(config, tpu_topology.get_devices("v6e:2x2"))
+    memory = check_memory(plan, CHIPS["v6e"])
+    assert memory.kv_bytes == device_bytes(kv_page_shapes(plan))
+    budget = int(HBM_SHARE * CHIPS["v6e"].hbm_bytes)
+    assert memory.weight_bytes + memory.kv_bytes <= budget
+
+
 @pytest.mark.parametrize(
-    "engine", [{"memory_bytes": 1 << 20}, {"kv_cache_bytes": 1 << 19, "tensor_parallel": 2}]
+    "engine",
+    [
+        {"memory_bytes": 1 << 20},
+        {"memory_bytes": 1 << 20, "kv_cache_dtype": "int8"},
+        {"kv_cache_bytes": 1 << 19, "tensor_parallel": 2},
+    ],
 )
 def test_a_cpu_engine_allocates_what_was_planned(tmp_path: Path, engine: dict[str, Any]) -> None:
     fields = ENGINE | {"platform": "cpu", "model": str(write_checkpoint(tmp_path)), **engine}

@@ -226,7 +226,7 @@ def test_a_window_of_no_key_is_refused():
     [
         ("q", "float16", "q must be bfloat16 or float32, got float16"),
         ("v", "bfloat16", "v must have q's dtype float32, got bfloat16"),
-        ("kv_pages", "int8", "kv_pages must be bfloat16 or float32, got int8"),
+        ("kv_pages", "int8", "kv_pages must be bfloat16 or float32, or quantised, got int8"),
         ("kv_lens", "int16", "kv_lens must be int32, got int16"),
     ],
 )

@@ -99,9 +99,18 @@ std::vector<AttentionItem> plan(const AttentionArgs& args, int64_t* work) {
   return items;
 }
 
-// Shapes and dtypes are checked by the Python wrapper when the program is traced.
+KvType kv_type(ffi::DataType type) {
+  switch (type) {
+    case ffi::BF16: return KvType::kBf16;
+    case ffi::S8: return KvType::kInt8;
+    default: return KvType::kF32;
+  }
+}
+
+// Shapes and dtypes are checked by the Python wrapper when the program is traced. `scales` are those of
+// int8 pages, null for others.
 ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k,
-                                  ffi::AnyBuffer v, ffi::AnyBuffer kv_pages,
+                                  ffi::AnyBuffer v, ffi::AnyBuffer kv_pages, float* scales,
                                   ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> page_indices,
                                   ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs,
                                   ffi::Buffer<ffi::F32> sinks, float scale, int64_t window, int64_t layer,
@@ -112,12 +121,14 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   // [N, 2K, page, D] of one layer, or [L, N, 2K, page, D] of all.
   const int64_t* page_shape = kv_pages.dimensions().end() - 4;
   const int64_t num_layers = kv_pages.dimensions().size() == 5 ? kv_pages.dimensions()[0] : 1;
+  const int64_t num_rows_of_layer = page_shape[0] * page_shape[1] * page_shape[2];
   AttentionArgs args;
   args.q = q.untyped_data();
   args.k = k.untyped_data();
   args.v = v.untyped_data();
   args.pages = static_cast<char*>(pages_out->untyped_data()) +
                kv_pages.size_bytes() / static_cast<size_t>(num_layers) * static_cast<size_t>(layer);
+  args.scales = scales == nullptr ? nullptr : scales + num_rows_of_layer * layer;
   args.out = out->untyped_data();
   args.kv_lens = kv_lens.typed_data();
   args.page_indices = page_indices.typed_data();
@@ -132,7 +143,7 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   args.scale = scale * 1.44269504f;
   args.window = window;
   args.is_q_bf16 = q.element_type() == ffi::BF16;
-  args.is_kv_bf16 = kv_pages.element_type() == ffi::BF16;
+  args.kv_type = kv_type(kv_pages.element_type());
 
   const int64_t num_tokens = q.dimensions()[0];
   if (args.num_seqs < 0 || args.num_seqs > static_cast<int64_t>(kv_lens.element_count())) {
@@ -164,11 +175,35 @@ ffi::Error ragged_paged_attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::A
   return ffi::Error::Success();
 }
 
+ffi::Error attend_floats(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                         ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::S32> kv_lens,
+                         ffi::Buffer<ffi::S32> page_indices, ffi::Buffer<ffi::S32> cu_q_lens,
+                         ffi::Buffer<ffi::S32> num_seqs, ffi::Buffer<ffi::F32> sinks, float scale,
+                         int64_t window, int64_t layer, ffi::Result<ffi::AnyBuffer> out,
+                         ffi::Result<ffi::AnyBuffer> pages_out) {
+  return ragged_paged_attention(pool, q, k, v, kv_pages, nullptr, kv_lens, page_indices, cu_q_lens, num_seqs,
+                                sinks, scale, window, layer, out, pages_out);
+}
+
+ffi::Error attend_quantized(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v,
+                            ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::F32> scales,
+                            ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> page_indices,
+                            ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_seqs,
+                            ffi::Buffer<ffi::F32> sinks, float scale, int64_t window, int64_t layer,
+                            ffi::Result<ffi::AnyBuffer> out, ffi::Result<ffi::AnyBuffer> pages_out,
+                            ffi::Result<ffi::Buffer<ffi::F32>> scales_out) {
+  if (scales.untyped_data() != scales_out->untyped_data()) {
+    return ffi::Error::Internal("the pages' scales were not aliased to their output");
+  }
+  return ragged_paged_attention(pool, q, k, v, kv_pages, scales_out->typed_data(), kv_lens, page_indices,
+                                cu_q_lens, num_seqs, sinks, scale, window, layer, out, pages_out);
+}
+
 }  // namespace
 }  // namespace systole
 
 #pragma GCC visibility push(default)
-XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_ragged_paged_attention, systole::ragged_paged_attention,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_ragged_paged_attention, systole::attend_floats,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::AnyBuffer>()
@@ -185,4 +220,24 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_ragged_paged_attention, systole::ragged_pa
                                   .Attr<int64_t>("layer")
                                   .Ret<ffi::AnyBuffer>()
                                   .Ret<ffi::AnyBuffer>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(systole_quantized_paged_attention, systole::attend_quantized,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<int64_t>("window")
+                                  .Attr<int64_t>("layer")
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::AnyBuffer>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
 #pragma GCC visibility pop

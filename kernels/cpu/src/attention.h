@@ -10,11 +10,14 @@ namespace systole {
 // a function of its own position only, and not of the page size.
 constexpr int kTile = 32;
 
+enum class KvType { kF32, kBf16, kInt8 };
+
 struct AttentionArgs {
   const void* q;                // [T, H, D]
   const void* k;                // [T, K, D]
   const void* v;                // [T, K, D]
   void* pages;                  // [N, 2K, page, D], of the layer
+  float* scales;                // [N, 2K, page], of the layer: factors of the rows of int8 pages
   void* out;                    // [T, H, D]
   const int32_t* kv_lens;       // [S]
   const int32_t* page_indices;  // [S, P]
@@ -29,7 +32,7 @@ struct AttentionArgs {
   float scale;               // of the scores, log2(e) included
   int64_t window;            // keys a query sees, itself included
   bool is_q_bf16;            // else f32; k, v and out alike
-  bool is_kv_bf16;           // else f32
+  KvType kv_type;            // of the pages
 };
 
 // The rows of one sequence that one thread takes through its pages, for one kv head.

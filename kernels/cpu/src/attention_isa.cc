@@ -14,13 +14,17 @@
 // key that a row may not see leaves it exactly as it was (p = 0), and the final `+ 0.0f` removes the
 // one trace this could leave, the sign of a zero.
 //
+// Rows of int8 pages have a factor each: that of a key multiplies its score, that of a value its weight.
+//
 // All products are f32 multiply-adds, for bf16 too: VDPBF16PS starts every second cycle on Intel's
 // cores (90 GFLOP/s measured against 185 for VFMADD), and the weights keep their f32 precision.
 
 #include "attention.h"
 #include "simd.h"
 
+#include <bit>
 #include <cstdlib>
+#include <cstring>
 #include <type_traits>
 
 namespace systole::SYSTOLE_ISA {
@@ -58,13 +62,11 @@ struct Scratch {
 };
 thread_local Scratch scratch;
 
-template <bool kBf16>
-using Element = std::conditional_t<kBf16, uint16_t, float>;
-
 SYSTOLE_INLINE F32 load_f32(const uint16_t* p, int n) {
   return as_f32(shift_left(n >= kLanes ? load_halves(p) : load_halves(p, n), 16));
 }
 SYSTOLE_INLINE F32 load_f32(const float* p, int n) { return as_f32(load_words(p, n)); }
+SYSTOLE_INLINE F32 load_f32(const int8_t* p, int n) { return to_f32(load_bytes(p, n)); }
 SYSTOLE_INLINE void store_rounded(uint16_t* p, F32 x, int n) { store_halves(p, round_to_bf16(x), n); }
 SYSTOLE_INLINE void store_rounded(float* p, F32 x, int n) { store_f32(p, x, n); }
 
@@ -73,11 +75,13 @@ template <typename T>
 struct PageView {
   const T* pages;
   const int32_t* indices;
+  const float* scales;
   int64_t page_size, head_dim, page_stride, head_offset;
   int shift;
   PageView(const AttentionArgs& args, int32_t seq, int32_t head)
       : pages(static_cast<const T*>(args.pages)),
         indices(args.page_indices + seq * args.pages_per_seq),
+        scales(args.scales),
         page_size(args.page_size),
         head_dim(args.head_dim),
         page_stride(2 * args.kv_heads * args.page_size * args.head_dim),
@@ -88,6 +92,8 @@ struct PageView {
            (position & (page_size - 1)) * head_dim;
   }
   SYSTOLE_INLINE int64_t value_offset() const { return page_size * head_dim; }
+  // Of an int8 row of K; that of V's is `page_size` further. Rows have head_dim elements, or one scale.
+  SYSTOLE_INLINE const float* scale(const T* row) const { return scales + (row - pages) / head_dim; }
 };
 
 template <typename From, typename To>
@@ -102,10 +108,48 @@ void convert_row(const From* from, To* to, int64_t n) {
   }
 }
 
-template <bool kQBf16, bool kKvBf16>
+// The largest magnitude. As the largest bits, so that a NaN counts as larger than infinity.
+template <typename Q>
+float find_largest(const Q* x, int64_t n) {
+  U32 largest = broadcast_u32(0);
+  for (int64_t d = 0; d < n; d += kLanes) {
+    const U32 bits = as_u32(load_f32(x + d, static_cast<int>(n - d)));
+    largest = max_u32(largest, and_u32(bits, broadcast_u32(0x7FFFFFFF)));
+  }
+  uint32_t lanes[kLanes], result = 0;
+  store_u32(lanes, largest);
+  for (uint32_t lane : lanes) result = lane > result ? lane : result;
+  return std::bit_cast<float>(result);
+}
+
+// Writes a row as int8 and returns its scale: kernels/quantized_pages.py, operation for operation.
+template <typename Q>
+float quantize_row(const Q* from, int8_t* to, int64_t n) {
+  const uint32_t bits = std::bit_cast<uint32_t>(find_largest(from, n) * (1.0f / 127.0f));
+  const float scale = std::bit_cast<float>((bits + 0xFFFFu) & 0xFFFF0000u);  // to bf16, upwards
+  const F32 inverse = broadcast(scale == 0.0f ? 0.0f : 1.0f / scale);
+  const F32 magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  for (int64_t d = 0; d < n; d += kLanes) {
+    const int left = static_cast<int>(n - d);
+    uint8_t bytes[kLanes];
+    store_low_bytes(bytes, as_u32(load_f32(from + d, left) * inverse + magic));
+    std::memcpy(to + d, bytes, static_cast<size_t>(left < kLanes ? left : kLanes));
+  }
+  return scale;
+}
+
+template <typename Q, typename KV>
+void write_row(const PageView<KV>& view, const Q* from, const KV* row) {
+  KV* to = const_cast<KV*>(row);
+  if constexpr (std::is_same_v<KV, int8_t>) {
+    *const_cast<float*>(view.scale(row)) = quantize_row(from, to, view.head_dim);
+  } else {
+    convert_row(from, to, view.head_dim);
+  }
+}
+
+template <typename Q, typename KV>
 void write_rows_typed(const AttentionArgs& args, int64_t begin, int64_t end) {
-  using Q = Element<kQBf16>;
-  using KV = Element<kKvBf16>;
   const int64_t dim = args.head_dim;
   int64_t seq = 0;
   for (int64_t row = begin; row < end; ++row) {
@@ -113,25 +157,35 @@ void write_rows_typed(const AttentionArgs& args, int64_t begin, int64_t end) {
     const int64_t position = args.kv_lens[seq] - (args.cu_q_lens[seq + 1] - row);
     for (int32_t head = 0; head < args.kv_heads; ++head) {
       const PageView<KV> view(args, static_cast<int32_t>(seq), head);
-      KV* key = const_cast<KV*>(view.key(position));
+      const KV* key = view.key(position);
       const int64_t source = (row * args.kv_heads + head) * dim;
-      convert_row(static_cast<const Q*>(args.k) + source, key, dim);
-      convert_row(static_cast<const Q*>(args.v) + source, key + view.value_offset(), dim);
+      write_row(view, static_cast<const Q*>(args.k) + source, key);
+      write_row(view, static_cast<const Q*>(args.v) + source, key + view.value_offset());
     }
   }
 }
 
+// Calls run<Q, KV> with the element types of the queries and of the pages.
+template <typename Run>
+void with_types(const AttentionArgs& args, Run run) {
+  const auto with_kv = [&]<typename Q>() {
+    switch (args.kv_type) {
+      case KvType::kF32: return run.template operator()<Q, float>();
+      case KvType::kBf16: return run.template operator()<Q, uint16_t>();
+      case KvType::kInt8: return run.template operator()<Q, int8_t>();
+    }
+  };
+  args.is_q_bf16 ? with_kv.template operator()<uint16_t>() : with_kv.template operator()<float>();
+}
+
 void write_rows(const AttentionArgs& args, int64_t begin, int64_t end) {
-  const auto write = args.is_q_bf16
-                         ? (args.is_kv_bf16 ? write_rows_typed<true, true> : write_rows_typed<true, false>)
-                         : (args.is_kv_bf16 ? write_rows_typed<false, true> : write_rows_typed<false, false>);
-  write(args, begin, end);
+  with_types(args, [&]<typename Q, typename KV>() { write_rows_typed<Q, KV>(args, begin, end); });
 }
 
 // Transposes the rows of 32 keys, widened, into kt[d][32].
 template <typename KV>
 void pack_keys(const KV* const rows[kTile], int64_t dim, float* kt) {
-  constexpr int kElements = 4 / sizeof(KV);  // of a 32-bit word: 1 f32 or 2 bf16
+  constexpr int kElements = 4 / sizeof(KV);  // of a 32-bit word: 1 f32, 2 bf16 or 4 int8
   const int words = static_cast<int>(dim) / kElements;
   for (int group = 0; group < kTile; group += kLanes) {
     for (int w = 0; w < words; w += kLanes) {
@@ -150,7 +204,12 @@ void pack_keys(const KV* const rows[kTile], int64_t dim, float* kt) {
       float* to = kt + w * kElements * kTile + group;
       SYSTOLE_UNROLL for (int i = 0; i < kLanes; ++i) {
         if (i == n) break;
-        if constexpr (kElements == 2) {
+        if constexpr (kElements == 4) {
+          SYSTOLE_UNROLL for (int byte = 0; byte < 4; ++byte) {
+            const U32 element = shift_right_signed(shift_left(x[i], 24 - 8 * byte), 24);
+            store(to + (4 * i + byte) * kTile, to_f32(element));
+          }
+        } else if constexpr (kElements == 2) {
           store(to + 2 * i * kTile, as_f32(shift_left(x[i], 16)));
           store(to + (2 * i + 1) * kTile, as_f32(and_u32(x[i], broadcast_u32(0xFFFF0000u))));
         } else {
@@ -222,13 +281,20 @@ SYSTOLE_INLINE void accumulate(const V* const rows[kTile], int64_t d, int lanes,
   }
 }
 
+// Factors of a tile's rows; null where these need none.
+struct TileScales {
+  const float* keys;
+  const float* values;
+};
+
 // One query vector's softmax over a tile: weights to p, running maximum, sum and accumulator updated.
-SYSTOLE_INLINE void soften(F32 s[kVectors], float scale, int lo, int hi, int64_t padded_dim, float* m,
-                           float* sum, float* acc, float* p) {
+SYSTOLE_INLINE void soften(F32 s[kVectors], float scale, TileScales scales, int lo, int hi,
+                           int64_t padded_dim, float* m, float* sum, float* acc, float* p) {
   const bool is_whole = lo <= 0 && hi >= kTile;
   F32 top = broadcast(kNoMax);
   SYSTOLE_UNROLL for (int n = 0; n < kVectors; ++n) {
     s[n] = s[n] * broadcast(scale);
+    if (scales.keys != nullptr) s[n] = s[n] * load(scales.keys + n * kLanes);
     if (!is_whole) s[n] = select_range(lo - n * kLanes, hi - n * kLanes, s[n], broadcast(kNoMax));
     top = max(top, s[n]);
   }
@@ -244,6 +310,7 @@ SYSTOLE_INLINE void soften(F32 s[kVectors], float scale, int lo, int hi, int64_t
     F32 weight = exp2_nonpositive(s[n] - broadcast(*m));
     if (!is_whole) weight = select_range(lo - n * kLanes, hi - n * kLanes, weight, broadcast(0.0f));
     total = total + weight;
+    if (scales.values != nullptr) weight = weight * load(scales.values + n * kLanes);
     store(p + n * kLanes, weight);
   }
   store(sum, total);
@@ -264,7 +331,7 @@ struct Block {
 
 template <int R, typename V>
 void process(const Block& block, int64_t i, int64_t base, int keys, const float* kt,
-             const V* const rows[kTile], const Ahead& ahead) {
+             const V* const rows[kTile], TileScales scales, const Ahead& ahead) {
   F32 s[kRows][kVectors];
   alignas(64) float p[R * kTile];
   score<R>(kt, block.q + i * block.dim, block.dim, ahead, s);
@@ -273,7 +340,7 @@ void process(const Block& block, int64_t i, int64_t base, int keys, const float*
     const int64_t begin = position - block.window + 1;
     const int lo = static_cast<int>(begin > base ? begin - base : 0);
     const int hi = static_cast<int>(position + 1 - base);
-    soften(s[r], block.scale, lo, hi, block.padded_dim, block.m + i + r, block.sum + (i + r) * kLanes,
+    soften(s[r], block.scale, scales, lo, hi, block.padded_dim, block.m + i + r, block.sum + (i + r) * kLanes,
            block.acc + (i + r) * block.padded_dim, p + r * kTile);
   }
   float* acc = block.acc + i * block.padded_dim;
@@ -288,20 +355,20 @@ void process(const Block& block, int64_t i, int64_t base, int keys, const float*
 
 template <typename V>
 void process_all(const Block& block, int64_t n, int64_t base, int keys, const float* kt,
-                 const V* const rows[kTile], Ahead ahead) {
+                 const V* const rows[kTile], TileScales scales, Ahead ahead) {
   int64_t i = 0;
   for (; i + kRows <= n; i += kRows) {
-    process<kRows>(block, i, base, keys, kt, rows, ahead);
+    process<kRows>(block, i, base, keys, kt, rows, scales, ahead);
     ahead.count = 0;  // once is enough
   }
   switch (n - i) {
 #if defined(__AVX512F__)
-    case 5: return process<5>(block, i, base, keys, kt, rows, ahead);
-    case 4: return process<4>(block, i, base, keys, kt, rows, ahead);
-    case 3: return process<3>(block, i, base, keys, kt, rows, ahead);
-    case 2: return process<2>(block, i, base, keys, kt, rows, ahead);
+    case 5: return process<5>(block, i, base, keys, kt, rows, scales, ahead);
+    case 4: return process<4>(block, i, base, keys, kt, rows, scales, ahead);
+    case 3: return process<3>(block, i, base, keys, kt, rows, scales, ahead);
+    case 2: return process<2>(block, i, base, keys, kt, rows, scales, ahead);
 #endif
-    case 1: return process<1>(block, i, base, keys, kt, rows, ahead);
+    case 1: return process<1>(block, i, base, keys, kt, rows, scales, ahead);
     default: return;
   }
 }
@@ -324,8 +391,11 @@ struct Span {
 // its place is taken by a row inside, since what lies there (NaN, say) must not meet the zero weight.
 template <typename KV>
 struct TileRows {
+  static constexpr bool kHasScales = std::is_same_v<KV, int8_t>;
   const KV* keys[kTile];
   const KV* values[kTile];
+  float key_scales[kHasScales ? kTile : 1];  // 0 outside the span
+  float value_scales[kHasScales ? kTile : 1];
 
   SYSTOLE_INLINE void locate(const Span<KV>& span, int64_t base) {
     const PageView<KV>& view = span.view;
@@ -341,14 +411,26 @@ struct TileRows {
     for (int i = 0; i < first; ++i) keys[i] = keys[first];
     for (int i = last + 1; i < kTile; ++i) keys[i] = keys[last];
     for (int i = 0; i < kTile; ++i) values[i] = keys[i] + view.value_offset();
+    if constexpr (kHasScales) {
+      // Not read where masked: a factor of NaN would not be lost in a weight of zero.
+      for (int i = 0; i < kTile; ++i) {
+        const float* scale = view.scale(keys[i]);
+        const bool is_inside = i >= first && i <= last;
+        key_scales[i] = is_inside ? scale[0] : 0.0f;
+        value_scales[i] = is_inside ? scale[view.page_size] : 0.0f;
+      }
+    }
+  }
+
+  SYSTOLE_INLINE TileScales scales() const {
+    if constexpr (kHasScales) return {key_scales, value_scales};
+    return {nullptr, nullptr};
   }
 };
 
-template <bool kQBf16, bool kKvBf16>
+template <typename Q, typename KV>
 void attend_item(const AttentionArgs& args, const AttentionItem& item, const AttentionItem* next_item,
-                 TileRows<Element<kKvBf16>> tiles[2]) {
-  using Q = Element<kQBf16>;
-  using KV = Element<kKvBf16>;
+                 TileRows<KV> tiles[2]) {
   const int64_t dim = args.head_dim;
   const int64_t group = args.heads / args.kv_heads;
   const int64_t n = (item.end - item.begin) * group;
@@ -407,12 +489,12 @@ void attend_item(const AttentionArgs& args, const AttentionItem& item, const Att
     const int keys = static_cast<int>(span.end - base < kTile ? span.end - base : kTile);
     pack_keys(tiles[0].keys, dim, kt);
     if (n <= kRows) {
-      process_all(block, n, base, keys, kt, tiles[0].values, has_next ? ahead : nothing);
+      process_all(block, n, base, keys, kt, tiles[0].values, tiles[0].scales(), has_next ? ahead : nothing);
     } else {
       const float* packed_rows[kTile];
       for (int i = 0; i < kTile; ++i) packed_rows[i] = v + i * block.padded_dim;
       pack_values(tiles[0].values, keys, dim, block.padded_dim, v);
-      process_all(block, n, base, keys, kt, packed_rows, has_next ? ahead : nothing);
+      process_all(block, n, base, keys, kt, packed_rows, tiles[0].scales(), has_next ? ahead : nothing);
     }
     tiles[0] = tiles[1];
   }
@@ -427,21 +509,18 @@ void attend_item(const AttentionArgs& args, const AttentionItem& item, const Att
   }
 }
 
-template <bool kQBf16, bool kKvBf16>
+template <typename Q, typename KV>
 void attend_typed(const AttentionArgs& args, const AttentionItem* items, int64_t count) {
-  using KV = Element<kKvBf16>;
   TileRows<KV> tiles[2];
   const Span<KV> span(args, items[0]);
   tiles[0].locate(span, span.first_tile());
   for (int64_t i = 0; i < count; ++i) {
-    attend_item<kQBf16, kKvBf16>(args, items[i], i + 1 < count ? items + i + 1 : nullptr, tiles);
+    attend_item<Q, KV>(args, items[i], i + 1 < count ? items + i + 1 : nullptr, tiles);
   }
 }
 
 void attend(const AttentionArgs& args, const AttentionItem* items, int64_t count) {
-  const auto run = args.is_q_bf16 ? (args.is_kv_bf16 ? attend_typed<true, true> : attend_typed<true, false>)
-                                  : (args.is_kv_bf16 ? attend_typed<false, true> : attend_typed<false, false>);
-  run(args, items, count);
+  with_types(args, [&]<typename Q, typename KV>() { attend_typed<Q, KV>(args, items, count); });
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 
 #include "int8_matmul.h"
 
-#include <string>
-
 #include "cpu.h"
 #include "matmul_schedule.h"
 #include "xla/ffi/api/ffi.h"
@@ -40,10 +38,7 @@ ffi::Error int8_linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::
   const int64_t num_groups = w.dimensions()[w.dimensions().size() - 4];  // of one layer of [L, ...]
   Int8MatmulArgs args;
   args.num_rows = num_rows.typed_data()[0];
-  if (args.num_rows < 0 || args.num_rows > num_tokens) {
-    return ffi::Error::InvalidArgument("num_rows must lie in [0, " + std::to_string(num_tokens) + "], got " +
-                                       std::to_string(args.num_rows));
-  }
+  if (ffi::Error fault = check_num_rows(args.num_rows, num_tokens); fault.failure()) return fault;
   args.x = x.untyped_data();
   args.out = out->untyped_data();
   args.num_inputs = x.dimensions()[1];

@@ -2,8 +2,6 @@
 
 #include "matmul.h"
 
-#include <string>
-
 #include "cpu.h"
 #include "matmul_schedule.h"
 #include "xla/ffi/api/ffi.h"
@@ -44,10 +42,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::BF16>
   args.is_x_bf16 = x.element_type() == ffi::BF16;
   args.is_out_bf16 = out->element_type() == ffi::BF16;
   args.is_silu = is_silu;
-  if (args.num_rows < 0 || args.num_rows > num_tokens) {
-    return ffi::Error::InvalidArgument("num_rows must lie in [0, " + std::to_string(num_tokens) + "], got " +
-                                       std::to_string(args.num_rows));
-  }
+  if (ffi::Error fault = check_num_rows(args.num_rows, num_tokens); fault.failure()) return fault;
   args.packed_x = packed_rows.reserve<float>(args.num_rows * args.num_inputs);
 
   const MatmulSize size = {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
 #include "team.h"
 
@@ -50,6 +51,13 @@ struct MatmulSize {
   int64_t num_groups;  // of outputs
   int64_t row_bytes;   // of a row of the output
 };
+
+// The fault of a call of which `num_rows` rows are in use, if there is one.
+inline xla::ffi::Error check_num_rows(int64_t num_rows, int64_t num_tokens) {
+  if (num_rows >= 0 && num_rows <= num_tokens) return xla::ffi::Error::Success();
+  return xla::ffi::Error::InvalidArgument("num_rows must lie in [0, " + std::to_string(num_tokens) + "], got " +
+                                          std::to_string(num_rows));
+}
 
 // Calls pack(begin, end) once per block of rows, then multiply(rows_per_block, begin, end) for runs
 // of groups, and zeroes the output's rows that are not in use.

@@ -38,6 +38,7 @@ SYSTOLE_INLINE F32 as_f32(U32 x) { return _mm512_castsi512_ps(x); }
 SYSTOLE_INLINE U32 as_u32(F32 x) { return _mm512_castps_si512(x); }
 SYSTOLE_INLINE U32 shift_left(U32 x, int n) { return _mm512_slli_epi32(x, n); }
 SYSTOLE_INLINE U32 shift_right(U32 x, int n) { return _mm512_srli_epi32(x, n); }
+SYSTOLE_INLINE U32 shift_right_signed(U32 x, int n) { return _mm512_srai_epi32(x, n); }
 SYSTOLE_INLINE U32 add_u32(U32 a, U32 b) { return _mm512_add_epi32(a, b); }
 SYSTOLE_INLINE U32 and_u32(U32 a, U32 b) { return _mm512_and_si512(a, b); }
 SYSTOLE_INLINE U32 or_u32(U32 a, U32 b) { return _mm512_or_si512(a, b); }
@@ -81,6 +82,10 @@ SYSTOLE_INLINE U32 load_halves(const uint16_t* p) {
 // n bf16 at p, one per 32-bit lane (low half), zeros after them.
 SYSTOLE_INLINE U32 load_halves(const uint16_t* p, int n) {
   return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(first_lanes(n), p));
+}
+// The first n signed bytes at p, one per 32-bit lane, zeros after them.
+SYSTOLE_INLINE U32 load_bytes(const int8_t* p, int n) {
+  return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first_lanes(n), p));
 }
 SYSTOLE_INLINE void store_f32(float* p, F32 x, int n) {
   _mm512_mask_storeu_ps(p, first_lanes(n), x);
@@ -153,6 +158,7 @@ SYSTOLE_INLINE F32 as_f32(U32 x) { return _mm256_castsi256_ps(x); }
 SYSTOLE_INLINE U32 as_u32(F32 x) { return _mm256_castps_si256(x); }
 SYSTOLE_INLINE U32 shift_left(U32 x, int n) { return _mm256_slli_epi32(x, n); }
 SYSTOLE_INLINE U32 shift_right(U32 x, int n) { return _mm256_srli_epi32(x, n); }
+SYSTOLE_INLINE U32 shift_right_signed(U32 x, int n) { return _mm256_srai_epi32(x, n); }
 SYSTOLE_INLINE U32 add_u32(U32 a, U32 b) { return _mm256_add_epi32(a, b); }
 SYSTOLE_INLINE U32 and_u32(U32 a, U32 b) { return _mm256_and_si256(a, b); }
 SYSTOLE_INLINE U32 or_u32(U32 a, U32 b) { return _mm256_or_si256(a, b); }
@@ -185,6 +191,11 @@ SYSTOLE_INLINE U32 load_halves(const uint16_t* p, int n) {
   uint16_t part[8] = {};
   std::memcpy(part, p, static_cast<size_t>(n < 8 ? n : 8) * 2);
   return load_halves(part);
+}
+SYSTOLE_INLINE U32 load_bytes(const int8_t* p, int n) {
+  int64_t part = 0;
+  std::memcpy(&part, p, static_cast<size_t>(n < 8 ? n : 8));
+  return _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(part));
 }
 SYSTOLE_INLINE void store_f32(float* p, F32 x, int n) {
   _mm256_maskstore_ps(p, lanes_between(0, n), x);
@@ -246,6 +257,7 @@ SYSTOLE_INLINE F32 as_f32(U32 x) { return (F32)x; }
 SYSTOLE_INLINE U32 as_u32(F32 x) { return (U32)x; }
 SYSTOLE_INLINE U32 shift_left(U32 x, int n) { return x << n; }
 SYSTOLE_INLINE U32 shift_right(U32 x, int n) { return x >> n; }
+SYSTOLE_INLINE U32 shift_right_signed(U32 x, int n) { return (U32)((I32)x >> n); }
 SYSTOLE_INLINE U32 add_u32(U32 a, U32 b) { return a + b; }
 SYSTOLE_INLINE U32 and_u32(U32 a, U32 b) { return a & b; }
 SYSTOLE_INLINE U32 or_u32(U32 a, U32 b) { return a | b; }
@@ -274,6 +286,11 @@ SYSTOLE_INLINE U32 load_halves(const uint16_t* p, int n) {
   uint16_t part[4] = {};
   std::memcpy(part, p, static_cast<size_t>(n < 4 ? n : 4) * 2);
   return load_halves(part);
+}
+SYSTOLE_INLINE U32 load_bytes(const int8_t* p, int n) {
+  int8_t part[4] = {};
+  std::memcpy(part, p, static_cast<size_t>(n < 4 ? n : 4));
+  return (U32)I32{part[0], part[1], part[2], part[3]};
 }
 SYSTOLE_INLINE void store_f32(float* p, F32 x, int n) {
   std::memcpy(p, &x, static_cast<size_t>(n < 4 ? n : 4) * 4);
