@@ -185,13 +185,14 @@ class CompletionService:
             template="" if template is None else template.source,
             is_single=not request.parallel_tool_calls,
         )
-        if calls is not None and demand is None:
+        if calls is not None:
+            if demand is not None:
+                raise InvalidRequest(
+                    f"'{demand.param}' cannot be used together with a demanded call or 'strict' "
+                    "tools",
+                    param=demand.param,
+                )
             demand = Demand("tools", calls)
-        elif calls is not None:
-            raise InvalidRequest(
-                f"{demand.param!r} cannot be used together with a demanded call or 'strict' tools",
-                param=demand.param,
-            )
         if demand is None:
             return ""
         frame = message_frame(

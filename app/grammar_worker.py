@@ -21,6 +21,7 @@ import selectors
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ class Worker:
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, _note_child)
         selector = selectors.DefaultSelector()
         selector.register(0, selectors.EVENT_READ)
         selector.register(reading, selectors.EVENT_READ)
@@ -113,6 +114,11 @@ class Worker:
             if status:
                 is_slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
                 write_line({"id": order_id, "error": _TOO_SLOW if is_slow else _TOO_LARGE})
+
+
+def _note_child(signal_number: int, frame: FrameType | None) -> None:
+    """Have a child's end wake the selector: an ignored signal would not."""
+    del signal_number, frame
 
 
 def _limit_itself() -> None:

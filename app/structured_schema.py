@@ -214,15 +214,16 @@ class GuidedParams(_Schema):
         return next(iter(self._demands()), None)
 
     def _demands(self) -> list[Demand]:
-        found = {
-            "response_format": self.response_format and self.response_format.constraint(),
-            "structured_outputs": self.structured_outputs and self.structured_outputs.constraint(),
+        form, outputs = self.response_format, self.structured_outputs
+        found: dict[str, Constraint | None] = {
+            "response_format": None if form is None else form.constraint(),
+            "structured_outputs": None if outputs is None else outputs.constraint(),
             "guided_json": None if self.guided_json is None else JsonSchema(self.guided_json),
-            "guided_regex": self.guided_regex and Regex(self.guided_regex),
-            "guided_choice": self.guided_choice and Choices(self.guided_choice),
-            "guided_grammar": self.guided_grammar and Lark(self.guided_grammar),
+            "guided_regex": None if self.guided_regex is None else Regex(self.guided_regex),
+            "guided_choice": None if self.guided_choice is None else Choices(self.guided_choice),
+            "guided_grammar": None if self.guided_grammar is None else Lark(self.guided_grammar),
         }
-        return [Demand(param, demand) for param, demand in found.items() if demand]
+        return [Demand(param, demand) for param, demand in found.items() if demand is not None]
 
 
 def check_schema[T](value: T) -> T:

@@ -74,6 +74,7 @@ class NamedTool(_Schema):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
+_CHOICE_WORDS: tuple[Literal["none", "auto", "required"], ...] = ("none", "auto", "required")
 
 
 class CalledFunction(_Schema):
@@ -162,12 +163,17 @@ def parse_tool_choice(value: object) -> ToolChoice:
     Raises:
         ValueError: it is none.
     """
-    match value:
-        case "none" | "auto" | "required":
-            return value
-        case {"type": "function", "function": {"name": str(name)}} if is_object(value):
-            if len(value) == 2 and len(value["function"]) == 1:
-                return NamedTool(type="function", function=NamedFunction(name=name))
+    for word in _CHOICE_WORDS:
+        if value == word:
+            return word
+    if is_object(value) and value.keys() == {"type", "function"} and value["type"] == "function":
+        function = value["function"]
+        if (
+            is_object(function)
+            and function.keys() == {"name"}
+            and isinstance(function["name"], str)
+        ):
+            return NamedTool(type="function", function=NamedFunction(name=function["name"]))
     raise ValueError(
         "must be 'none', 'auto', 'required', or an object with type 'function' and a function's "
         "name"
