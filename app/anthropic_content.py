@@ -119,6 +119,7 @@ _BLOCKS: Final[dict[str, tuple[str, ...]]] = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "tool_use"),
 }
+_KINDS: Final = frozenset(kind for kinds in _BLOCKS.values() for kind in kinds)
 
 
 class Message(Schema):
@@ -140,7 +141,7 @@ class Message(Schema):
     )
     @classmethod
     def _blocks(cls, value: object) -> tuple[object, ...]:
-        return _blocks_of(value, frozenset().union(*_BLOCKS.values()))
+        return _blocks_of(value, _KINDS)
 
     @property
     def has_calls(self) -> bool:
