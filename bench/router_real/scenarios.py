@@ -35,7 +35,8 @@ async def validation(
 ) -> dict[str, Any]:
     """Requests with shared prefixes, spread and in one burst, against the simulator's prediction.
 
-    Calibrated by requests of the same kind, none of which comes again.
+    Calibrated by requests of the same kind, none of which comes again, and by prompts and streams
+    alone: without them nothing tells a step's parts apart.
 
     Args:
         service: idle.
@@ -44,10 +45,16 @@ async def validation(
     """
     sizes = service.sizes
     burst_size = NUM_REPLICAS * sizes.num_slots + sizes.max_queued_requests // 2
-    idle = await service.client.run_closed(
-        distinct(8, prompt_tokens=96, max_tokens=4, seed=100), concurrency=1
-    )
     async with service.watched(interval_s=0.1) as watch:
+        idle: list[Reply] = []
+        for seed, prompt_tokens in enumerate((32, 96, 512)):
+            asks = distinct(6, prompt_tokens=prompt_tokens, max_tokens=2, seed=110 + seed)
+            idle += await service.client.run_closed(asks, concurrency=1)
+        for concurrency in (2, NUM_REPLICAS * sizes.num_slots):
+            asks = distinct(
+                2 * concurrency, prompt_tokens=32, max_tokens=48, seed=120 + concurrency
+            )
+            await service.client.run_closed(asks, concurrency=concurrency)
         first = await service.client.run_open(with_shared_prefixes(burst_size, seed=101, rate=None))
         burst_rate = len(first) / _span_s(first)
         rate = load * burst_rate
