@@ -62,7 +62,8 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
         "model_type": family,
         "architectures": [_ARCHITECTURES.get(family, f"{family.capitalize()}ForCausalLM")],
         "vocab_size": draw.one(64, 97, 130),
-        "hidden_size": draw.one(24, 40, 64) if is_sized else num_heads * head_dim,
+        # transformers asks for a multiple of the heads, whatever their size.
+        "hidden_size": num_heads * (draw.one(6, 10, 16) if is_sized else head_dim),
         "intermediate_size": draw.one(32, 45, 72),
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from replicas.models import host_memory
 from replicas.models.param_spec import ParamSpec
 
 if TYPE_CHECKING:
@@ -34,13 +35,20 @@ class StackSpec(ParamSpec):
         """Global shape over all shards."""
         return (len(self.members) + self.num_padding, *self.members[0].shape)
 
-    def assemble(self, tensors: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    def assemble(
+        self,
+        tensors: Sequence[np.ndarray],
+        dtype: DTypeLike,
+        *,
+        release: Callable[[], None] | None = None,
+    ) -> np.ndarray:
         """See `ParamSpec`."""
-        out = np.zeros(self.shape, self.abstract(dtype).dtype)
+        out = host_memory.empty(self.shape, self.abstract(dtype).dtype)
+        out[self.shape[0] - self.num_padding :] = 0
         start = 0
         for index, member in enumerate(self.members):
             end = start + len(member.sources)
-            out[index] = member.assemble(tensors[start:end], dtype)
+            out[index] = member.assemble(tensors[start:end], dtype, release=release)
             start = end
         return out
 
@@ -67,10 +75,19 @@ class ConvertedSpec(ParamSpec):
         """Global shape over all shards."""
         return (self.num_entries + self.num_padding, *self.entry_shape)
 
-    def assemble(self, tensors: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    def assemble(
+        self,
+        tensors: Sequence[np.ndarray],
+        dtype: DTypeLike,
+        *,
+        release: Callable[[], None] | None = None,
+    ) -> np.ndarray:
         """See `ParamSpec`."""
-        out = np.zeros(self.shape, self.abstract(dtype).dtype)
+        out = host_memory.empty(self.shape, self.abstract(dtype).dtype)
+        out[self.shape[0] - self.num_padding :] = 0
         entries = [tensor.reshape(self.num_entries, -1, *tensor.shape[1:]) for tensor in tensors]
         for index in range(self.num_entries):
             out[index] = self.convert([rows[index] for rows in entries]).reshape(self.entry_shape)
+            if release is not None:
+                release()
         return out

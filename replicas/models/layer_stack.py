@@ -12,14 +12,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
-import numpy.typing as npt
 
 from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
 from kernels.cpu.matmul import PackedGateUp, PackedWeight
-
-_ALIGNMENT = 64
-"""What XLA asks of host memory that it uses in place."""
+from replicas.models import host_memory
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +55,7 @@ def stack_layers(layers: Iterable[Any], *, num_layers: int) -> LayerStack:
         leaves, structure = jax.tree.flatten(layer)
         if tree is None:
             tree = structure
-            stacks = [_empty((num_layers, *leaf.shape), leaf.dtype) for leaf in leaves]
+            stacks = [host_memory.empty((num_layers, *leaf.shape), leaf.dtype) for leaf in leaves]
         kinds = [(leaf.shape, leaf.dtype) for leaf in leaves]
         if structure != tree or kinds != [(stack.shape[1:], stack.dtype) for stack in stacks]:
             raise ValueError(f"layer {index} does not stack onto the first: {structure}, {kinds}")
@@ -76,14 +72,6 @@ def abstract_stack(layers: Iterable[Any], *, num_layers: int) -> LayerStack:
         jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers, *x.shape), x.dtype), first),
         num_layers,
     )
-
-
-def _empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Allocate an array that XLA need not copy."""
-    num_bytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    offset = -memory.ctypes.data % _ALIGNMENT
-    return memory[offset : offset + num_bytes].view(dtype).reshape(shape)
 
 
 def _is_packed(leaf: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +48,8 @@ def consuming(pack_weight: Callable[[Any], Any], params: Any) -> Callable[[Any],
         packed = pack_weight(weight)
         if weight is not params.embedding:
             weight.delete()
+            # jax lets go of host memory that it was lent when Python next collects garbage.
+            gc.collect(0)
         return packed
 
     return pack_and_free

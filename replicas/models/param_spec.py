@@ -7,7 +7,7 @@ shard, so that splitting them evenly over the tensor axis gives every device who
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from replicas.models import host_memory
+
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
+
+_BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,24 +115,39 @@ class ParamSpec:
         """Return shape and dtype for a model that computes in `dtype`."""
         return jax.ShapeDtypeStruct(self.shape, self._storage_dtype(dtype))
 
-    def assemble(self, tensors: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    def assemble(
+        self,
+        tensors: Sequence[np.ndarray],
+        dtype: DTypeLike,
+        *,
+        release: Callable[[], None] | None = None,
+    ) -> np.ndarray:
         """Fuse the source tensors into a fresh host array in storage dtype.
 
         Always a copy: the device array may alias its memory, and a memory-mapped file may change.
+
+        Args:
+            tensors: of `sources`, in their order.
+            dtype: that the model computes in.
+            release: called every few megabytes; what was read so far is not needed again.
         """
         parts = [
             source.arrange(tensor) for tensor, source in zip(tensors, self.sources, strict=True)
         ]
-        if len(parts) == 1:
-            out = np.array(parts[0], dtype=self._storage_dtype(dtype))
-        else:
-            out = np.empty(self.shape, self._storage_dtype(dtype))
-            row = 0
-            for shard in range(self.num_shards):
-                for part in parts:
-                    rows = part.shape[0] // self.num_shards
-                    out[row : row + rows] = part[shard * rows : (shard + 1) * rows]
-                    row += rows
+        out = host_memory.empty(self.shape, self._storage_dtype(dtype))
+        row_bytes = max(1, out.nbytes // max(1, out.shape[0]))
+        block = max(1, _BLOCK_BYTES // row_bytes)
+        row = 0
+        for shard in range(self.num_shards if len(parts) > 1 else 1):
+            for part in parts:
+                rows = part.shape[0] // (self.num_shards if len(parts) > 1 else 1)
+                first = shard * rows
+                for begin in range(0, rows, block):
+                    end = min(begin + block, rows)
+                    out[row + begin : row + end] = part[first + begin : first + end]
+                    if release is not None:
+                        release()
+                row += rows
         if self.offset:
             out += out.dtype.type(self.offset)
         return out
