@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from app.launch_config import find_free
 from bench import processes, report, top
+from bench.arguments import integer_range
 from bench.client import LoadClient, check_address
 from bench.measurement import RequestRecord, percentile
 from bench.server_process import ServerCommand, running
@@ -221,7 +222,7 @@ def _growth(before: Sequence[float], after: Sequence[float]) -> float:
 async def _soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
     port = urlsplit(url).port
     assert port is not None
-    vocabulary = Vocabulary()
+    vocabulary = Vocabulary(low=options.vocabulary[0], high=options.vocabulary[1])
     async with LoadClient(url, None) as client:
         probes = mixed_load(4000, 1e9, seed=1, vocabulary=vocabulary)
         rate = await _capacity(client, probes, options.calibration_s) * LOAD_SHARE
@@ -326,6 +327,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", default="serve_config.yaml", help="what is served")
     parser.add_argument("--minutes", type=float, default=60.0, help="of load")
     parser.add_argument("--calibration-s", type=float, default=CALIBRATION_S, help="before it")
+    parser.add_argument(
+        "--vocabulary",
+        type=integer_range,
+        default=(1000, 30000),
+        metavar="LOW:HIGH",
+        help="token ids of prompts",
+    )
     parser.add_argument("--url", help="a service that runs already on this machine")
     options = parser.parse_args(arguments)
     with _server(options) as url:
