@@ -153,7 +153,7 @@ SMALL_DECODES = {
     "small decode": _SMALL,
     "small decode, int8 pages": Variant(num_heads=8, num_kv_heads=2, kv_dtype=jnp.int8),
 }
-"""A quarter of the heads, for CI: seconds to compile."""
+"""A quarter of the heads: seconds to compile."""
 SMALL_LATENTS = {"small latents": (16, LatentTiling(sub_rows=64))}
 
 
