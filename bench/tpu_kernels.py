@@ -153,7 +153,7 @@ SMALL_DECODES = {
     "small decode": _SMALL,
     "small decode, int8 pages": Variant(num_heads=8, num_kv_heads=2, kv_dtype=jnp.int8),
 }
-"""A quarter of the heads, for CI: seconds to compile."""
+"""A quarter of the heads: seconds to compile."""
 SMALL_LATENTS = {"small latents": (16, LatentTiling(sub_rows=64))}
 
 
@@ -215,11 +215,11 @@ class _Meter:
         started_s = time.process_time()
         _compile_latents(self.generation, num_heads, tiling)
         compile_s = time.process_time() - started_s
-        rows = []
+        rows: list[KernelRow] = []
         mib = tiling.block_keys * padded_lanes(LATENT_DIM) * 2 / MIB
         decode = llo.read_computations(self.directory, "latent_decode")[-1]
         items = max(decode.loops, key=lambda loop: loop.num_bundles)
-        masked, whole = _bodies(decode)
+        _, whole = _bodies(decode)
         row = self._row(f"{name}, decode: MiB", decode, whole, mib, compile_s, kv_mib=1.0)
         own = items.num_own_bundles / mib
         rows.append(replace(row, bundles=round(row.bundles + own, 1)))

@@ -4,7 +4,7 @@
 on slices and, with `--compile`, compiles the engine's own programs for them. Targets that are
 missed are listed. With `--gate`, exits with 1 where a loop's bundles or spills are more than 5%
 above the committed baseline, or a program copies pages or takes too much memory. `kernels --small`
-takes a quarter of the heads and fewer variants, for CI. The last line is a summary.
+takes a quarter of the heads and fewer variants. The last line is a summary.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("kernels", "programs"))
     parser.add_argument("--gate", action="store_true", help="exit with 1 on a regression")
-    parser.add_argument("--small", action="store_true", help="kernels: small ones, for CI")
+    parser.add_argument("--small", action="store_true", help="kernels: small ones")
     parser.add_argument("--write-baseline", action="store_true", help="keep these counts")
     parser.add_argument(
         "--only", action="append", help="a generation, or what a workload's name contains"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax
 
 from kernels import reference
+from kernels.quantized_pages import QuantizedPages
 
 
 def ragged_paged_latent_attention(
@@ -44,7 +45,9 @@ def ragged_paged_latent_attention(
         Weighted latents [T, H, R] in q's dtype, zero past the last sequence's rows, and the pages.
     """
     indices = (kv_lens, page_indices, cu_q_lens, num_seqs)
-    pages = reference.write_rows(latents[:, None], pages, *indices)
+    written = reference.write_rows(latents[:, None], pages, *indices)
+    assert not isinstance(written, QuantizedPages)
+    pages = written
     out = reference.attend_pages(
         q,
         pages,

@@ -95,7 +95,8 @@ def ragged_paged_attention(
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, kv_pages)),
         input_output_aliases={3: 1},
     )
-    return call(q, k, v, kv_pages, *indices, **attributes)
+    out, pages = call(q, k, v, kv_pages, *indices, **attributes)
+    return out, pages
 
 
 def _check_dtypes(

@@ -93,9 +93,9 @@ class _Buffers(NamedTuple):
     out_sem: Any
 
 
-def decode_attention(
+def decode_attention[P: jax.Array | QuantizedPages](
     qkv: jax.Array,
-    kv_pages: jax.Array | QuantizedPages,
+    kv_pages: P,
     page_windows: jax.Array,
     plan: DecodePlan,
     out: jax.Array,
@@ -104,7 +104,7 @@ def decode_attention(
     shape: DecodeShape,
     vmem_limit_bytes: int,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array | QuantizedPages]:
+) -> tuple[jax.Array, P]:
     """Store the new keys and values of the plan's sequences and attend; in place in `out`.
 
     Args:

@@ -40,15 +40,15 @@ from kernels.tpu.ragged import copy_rows, wait_rows
 _SLOTS = 2
 
 
-def store_pages(
+def store_pages[P: jax.Array | QuantizedPages](
     qkv: jax.Array,
-    kv_pages: jax.Array | QuantizedPages,
+    kv_pages: P,
     plan: StorePlan,
     *,
     row_tokens: int,
     vmem_limit_bytes: int,
     interpret: Any = False,
-) -> jax.Array | QuantizedPages:
+) -> P:
     """Return the pages, updated in place when donated, with the plan's tokens stored."""
     cache, cache_tree = jax.tree.flatten(kv_pages)
     _, num_kv_rows, page_rows, head_dim = cache[0].shape

@@ -55,7 +55,7 @@ from replicas.wire import ModelInfo, StepEvents
 
 logger = logging.getLogger(__name__)
 
-AttentionFn = Callable[..., tuple[jax.Array, jax.Array]]
+AttentionFn = Callable[..., tuple[jax.Array, Any]]
 
 _DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 128}
 

@@ -1,17 +1,12 @@
-"""The reduced gate of CI: each TPU kernel compiled, its bundles against the recorded ones."""
+"""What the static gate of the TPU kernels calls a miss, and what a regression."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from bench.tpu_kernels import KernelRow
 from bench.tpu_static import kernel_misses, kernel_regressions
 
-ROOT = Path(__file__).resolve().parents[2]
 ROW = KernelRow(
     loop="decode: MiB of KV",
     chip="v6e",
@@ -22,25 +17,6 @@ ROW = KernelRow(
     dma_bundles=1119,
     compile_s=3.0,
 )
-
-
-def test_kernels_take_no_more_bundles_and_spills_than_recorded() -> None:
-    """In a process of its own: libtpu reads where to write bundles when it is loaded."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.tpu_static", "kernels", "--small", "--gate"],
-        cwd=ROOT,
-        env=os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    summary = done.stdout.splitlines()[-1]
-    assert "0 regressions" in summary
-    assert "not in the baseline" not in done.stdout
-    for chip in ("v5e", "v6e", "tpu7x"):
-        for loop in ("decode", "decode, int8 pages", "prefill interior", "store", "latents"):
-            assert any(loop in line for line in done.stdout.splitlines() if chip in line)
 
 
 @pytest.mark.parametrize(
