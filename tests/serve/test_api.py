@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
 import openai
+import pydantic
 import pytest
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
@@ -250,6 +252,69 @@ async def test_choices_differ_and_repeat_with_the_seed(client: AsyncOpenAI) -> N
     assert await texts(n=16, seed=42) == first
     assert await texts(n=1, seed=42) == first[:1]
     assert await texts(n=4, seed=43) != first[:4]
+
+
+class City(pydantic.BaseModel):
+    """What a client wants to know; the model is too small to be right, not to be in form."""
+
+    name: Annotated[str, pydantic.Field(max_length=24)]
+    size: Literal["small", "large"]
+    population: Annotated[int, pydantic.Field(ge=0, le=99_999_999)]
+
+
+async def test_answers_have_the_form_that_was_asked_for(client: AsyncOpenAI) -> None:
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "Paris?"}], "max_tokens": 150}
+    parsed = await asyncio.gather(
+        *(
+            client.chat.completions.parse(
+                **chat, response_format=City, temperature=1.0, seed=seed, logprobs=seed == 3
+            )
+            for seed in range(6)
+        )
+    )
+    for answer in parsed:
+        assert answer.choices[0].finish_reason == "stop"
+        assert isinstance(answer.choices[0].message.parsed, City)
+    any_json = await client.chat.completions.create(
+        **chat, response_format={"type": "json_object"}, stream=True
+    )
+    text = "".join([chunk.choices[0].delta.content or "" async for chunk in any_json])
+    assert text.startswith("{")
+    lark = 'start: "Pa" /[a-z]{3}/ "!"\n'
+    for demand, pattern in (
+        ({"structured_outputs": {"regex": "(Paris|Rome){2}"}}, "(Paris|Rome){2}"),
+        ({"structured_outputs": {"choice": ["Rome", "Oslo"]}}, "Rome|Oslo"),
+        ({"structured_outputs": {"grammar": lark}}, "Pa[a-z]{3}!"),
+        ({"guided_regex": "[0-9]{4}"}, "[0-9]{4}"),
+    ):
+        answer = await client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=30, temperature=1.0, n=3, extra_body=demand
+        )
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            assert re.fullmatch(pattern, choice.text), choice.text
+
+
+async def test_bad_forms_are_refused_while_others_are_served(client: AsyncOpenAI) -> None:
+    stream = await client.completions.create(
+        **GREEDY, prompt=PROMPT, max_tokens=300, stream=True, extra_body={"ignore_eos": True}
+    )
+    first = [await anext(stream) for _ in range(5)]
+    nested = {"type": "string"}
+    for _ in range(70):
+        nested = {"type": "array", "items": nested}
+    for demand, reason in (
+        ({"guided_json": {"type": "strin"}}, "strin"),
+        ({"guided_json": nested}, "deeper than 64"),
+        ({"guided_regex": "(a{1000}){1000}"}, "too complex"),
+        ({"guided_choice": [f"a text of some length {i}" for i in range(10_000)]}, "at most"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=reason) as refusal:
+            await client.completions.create(**GREEDY, prompt=PROMPT, extra_body=demand)
+        assert (refusal.value.param or "").split(".")[0] in demand
+    rest = [chunk async for chunk in stream]
+    assert len(first) + len(rest) > 200  # a chunk may bring several tokens' text
+    assert rest[-1].choices[0].finish_reason == "length"
 
 
 async def test_a_stop_string_across_tokens_ends_the_sequence(
