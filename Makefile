@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench golden-http clean
+.PHONY: help setup setup-dev serve test lint bench clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -51,9 +51,6 @@ lint: setup-dev  ## format, style, types and import layers
 bench: setup-dev  ## measure the engine, then the whole service; results in bench/results/
 	@$(VENV_PYTHON) -m bench.engine
 	@$(VENV_PYTHON) -m bench.serve
-
-golden-http: setup-dev  ## serve every golden checkpoint over HTTP and compare its tokens
-	@$(VENV_PYTHON) -m bench.golden_http
 
 clean:  ## remove what the other targets made; models that you added stay
 	rm -rf .venv .cache run .pytest_cache .ruff_cache .hypothesis .import_linter_cache
