@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench chaos soak scale golden-http clean
+.PHONY: help setup setup-dev serve test lint bench chaos soak scale clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -58,9 +58,6 @@ chaos: setup-dev  ## break a service of its own in every way; the table goes to 
 SOAK_MINUTES ?= 60
 soak: setup-dev  ## serve CONFIG under 70% load for SOAK_MINUTES and look for what grows
 	@$(VENV_PYTHON) -m bench.soak --config $(CONFIG) --minutes $(SOAK_MINUTES)
-
-golden-http: setup-dev  ## serve every golden checkpoint over HTTP and compare its tokens
-	@$(VENV_PYTHON) -m bench.golden_http
 
 scale: setup-dev  ## a load wave on a local Ray cluster whose fake TPU hosts come and go
 	@$(VENV_PYTHON) -m bench.scale_wave

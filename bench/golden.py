@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -65,15 +64,8 @@ class GoldenResult:
         )
 
 
-def compare(
-    path: Path, *, quantization: Quantization = "none", tensor_parallel: int = 1
-) -> GoldenResult:
+def compare(path: Path, *, quantization: Quantization = "none") -> GoldenResult:
     """Run one checkpoint directory against its golden.npz.
-
-    Args:
-        path: the directory.
-        quantization: of the weights.
-        tensor_parallel: devices that the engine draws its tokens on; logits are of one device.
 
     Raises:
         UnsupportedModelError: the family or an option is not built.
@@ -114,7 +106,6 @@ def compare(
             [prompts[i] for i in members],
             [max_tokens[i] for i in members],
             quantization=quantization,
-            tensor_parallel=tensor_parallel,
         )
         counts += [
             count_equal(
@@ -252,20 +243,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.golden", description=__doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--quantization", choices=list(MAX_LOGIT_ERR), default="none")
-    parser.add_argument("--tensor-parallel", type=int, default=1, help="devices of the engine")
     parser.add_argument("--table", action="store_true", help="print the table of docs/models.md")
     args = parser.parse_args(argv)
     if args.table:
         print(make_table(args.directories))
         return 0
-    if args.tensor_parallel > 1:
-        jax.config.update("jax_num_cpu_devices", args.tensor_parallel)
     has_failed = False
     for path in args.directories:
         try:
-            result = compare(
-                path, quantization=args.quantization, tensor_parallel=args.tensor_parallel
-            )
+            result = compare(path, quantization=args.quantization)
         except UnsupportedModelError as error:
             print(json.dumps({"name": path.name, "status": f"unsupported: {error}"}), flush=True)
             continue

@@ -71,9 +71,7 @@ def load_params(
     params: list[jax.Array] = []
     for spec, sharding in zip(specs, leaf_shardings, strict=True):
         tensors = [checkpoint.read(source.name) for source in spec.sources]
-        array = jax.device_put(
-            spec.assemble(tensors, dtype, release=checkpoint.release), sharding
-        )
+        array = jax.device_put(spec.assemble(tensors, dtype, release=checkpoint.release), sharding)
         # Waiting bounds host memory to one parameter in flight.
         params.append(array.block_until_ready())
         checkpoint.release()
