@@ -173,10 +173,10 @@ def decode_attention[P: jax.Array | QuantizedPages](
 
 def _run(shape: DecodeShape, *refs: Any) -> None:
     plan = DecodePlan(*refs[: len(DecodePlan._fields)])
-    windows, qkv, *refs, buffers, scratch, pending = refs[len(plan) :]
+    windows, qkv, *rest, buffers, scratch, pending = refs[len(plan) :]
     num_updated = 3 if shape.block.has_scales else 2
-    sinks = refs[num_updated] if len(refs) > 2 * num_updated else None
-    out, pages, scales = (*refs[-num_updated:], None)[:3]
+    sinks = rest[num_updated] if len(rest) > 2 * num_updated else None
+    out, pages, scales = (*rest[-num_updated:], None)[:3]
     stream = PageStream(shape.block, shape.round_items, plan, windows, pages, scales, scratch)
     kernel = _Kernel(shape, stream, qkv, out, sinks, buffers, pending)
     num_rounds = pl.cdiv(plan.num_items[0], shape.round_items)

@@ -155,10 +155,10 @@ def prefill_attention(
 
 def _run(shape: PrefillShape, *refs: Any) -> None:
     plan = DecodePlan(*refs[: len(DecodePlan._fields)])
-    windows, qkv, _, *refs, out, buffers, scratch = refs[len(plan) :]
+    windows, qkv, _, *rest, out, buffers, scratch = refs[len(plan) :]
     num_arrays = 2 if shape.block.has_scales else 1
-    pages, scales = (*refs[:num_arrays], None)[:2]
-    sinks = refs[num_arrays] if len(refs) > num_arrays else None
+    pages, scales = (*rest[:num_arrays], None)[:2]
+    sinks = rest[num_arrays] if len(rest) > num_arrays else None
     stream = PageStream(shape.block, 1, plan, windows, pages, scales, scratch)
     kernel = _Kernel(shape, stream, qkv, out, sinks, buffers)
     num_items = plan.num_items[0]

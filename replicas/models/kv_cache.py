@@ -2,9 +2,10 @@
 
 Page tables belong to the engine's page allocator; this file only knows memory. Layout of a layer:
 [N, 2K, page, D], key of KV head h at row 2h and its value at row 2h + 1; or [N, 1, page, R + P] of
-latents and rotated key parts (see `mla`). A cache is an array per
-layer, or one array [L, N, 2K, page, D] for a kernel that updates one layer of it in place: fewer
-arguments. Where pages are of 8 bits, `QuantizedPages` stand for each array. Invariant: page 0 is the null page, which padded writes may hit and no sequence owns.
+latents and rotated key parts (see `mla`). A cache is an array per layer, or one array
+[L, N, 2K, page, D] for a kernel that updates one layer of it in place: fewer arguments. Where pages
+are of 8 bits, `QuantizedPages` stand for each array. Invariant: page 0 is the null page, which
+padded writes may hit and no sequence owns.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ RULES: dict[str, str | None] = {
     "kv_rows": TENSOR_AXIS,
     "head_dim": None,
 }
-# The first axes; tokens, elements of a head, and none of these where a row has one scale, are whole.
+# The first axes; tokens and elements of a head are whole, and a row's one scale has none of these.
 KV_PAGES_AXES = ("page", "kv_rows")
 LATENT_PAGES_AXES = ("page", "latent")
 
