@@ -85,14 +85,12 @@ class Client:
         *,
         until: Callable[[Answer], bool] | None = None,
         before_leaving: Callable[[], Awaitable[None]] | None = None,
-        query: str = "",
     ) -> Answer:
         """Make a request and return the answer, complete or as far as it came.
 
         Args:
             until: hang up as soon as this holds (asked when something was sent).
             before_leaving: hang up after this has been awaited.
-            query: of the URL.
         """
         answer = Answer()
         leaves = asyncio.Event()

@@ -132,8 +132,9 @@ def test_bounds_grow_evenly_enough_for_a_p999(bounds: tuple[float, ...], per_dec
 def test_every_histogram_says_its_unit() -> None:
     owners = (EngineMetrics(), RouterMetrics())
     histograms = [m for o in owners for m in vars(o).values() if isinstance(m, Histogram)]
-    assert len(histograms) == 6
-    assert all(histogram.info["name"].endswith("_seconds") for histogram in histograms)
+    assert len(histograms) == 7
+    units = ("_seconds", "_ratio")
+    assert all(histogram.info["name"].endswith(units) for histogram in histograms)
 
 
 def test_the_cost_of_metrics_is_measured() -> None:

@@ -249,7 +249,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(
 ) -> None:
     args = {"model": "org/name", "model_cache": str(tmp_path)}
     ingress = build(args)._bound_deployment
-    [router, config] = ingress.init_args
+    [router, config, _] = ingress.init_args
     [engine, _] = router._bound_deployment.init_args
     [engine_config] = engine._bound_deployment.init_args
     assert config.model_dir == engine_config.model == f"hf://org/name@{COMMIT}"

@@ -155,7 +155,7 @@ def settings_of(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, Any]
             issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
         ):
             yield from settings_of(annotation, f"{key}.")
-        elif key != "engine.model":  # given once, as `model`
+        elif key not in ("engine.model", "engine.model_cache"):  # given once, beside `engine`
             yield key, default
         if annotation == AutoscalingConfig | None:
             yield from settings_of(AutoscalingConfig, f"{key}.")

@@ -453,6 +453,5 @@ async def test_retrieving_refuses_what_it_cannot_do(make_server: MakeServer) -> 
     server = make_server()
     body = (await server.client.post(PATH, {"input": "Hi"})).json()
     for query, param in (("?stream=true", "stream"), ("?include=x", "include")):
-        request = f"{PATH}/{body['id']}"
-        answer = await server.client.request("GET", request, [b""], query=query[1:])
+        answer = await server.client.get(f"{PATH}/{body['id']}{query}")
         assert (answer.status, answer.error["param"]) == (400, param)

@@ -206,7 +206,7 @@ def test_build_binds_ingress_router_and_engine(root: Path) -> None:
 def test_build_hands_serve_our_policy(root: Path) -> None:
     scaling = {"min_replicas": 0, "max_replicas": 4, "boot_s": 100}
     application = build({"model": str(root / "models/tiny"), "replicas": {"autoscaling": scaling}})
-    [router, _] = application._bound_deployment.init_args
+    [router, _, _] = application._bound_deployment.init_args
     router = router._bound_deployment
     [engine, config] = router.init_args
     serve_config = engine._bound_deployment._deployment_config.autoscaling_config
