@@ -13,6 +13,7 @@ import tokenizers
 import yaml
 from ray import serve
 
+from app.auth import hash_key
 from app.build import build
 from tests.checkpoints import write_checkpoint
 from tests.tiny_tokenizer import write_model_dir
@@ -30,6 +31,7 @@ TINY_ENGINE = {
     "max_model_len": 128,
 }
 NAMES = ("large", "small")
+KEY = "two-models"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,8 @@ def urls(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         args["model"] = str(directory)
         args["engine"] = TINY_ENGINE
         args["replicas"] = {"num_replicas": 1}
-        del args["ingress"]["api_keys_file"]  # on the loopback
+        del args["ingress"]["api_keys_file"]
+        args["ingress"]["api_key_hashes"] = [hash_key(KEY.encode())]
         args["ingress"]["num_replicas"] = 1
         serve.run(build(args), name=application["name"], route_prefix=application["route_prefix"])
     yield {name: f"http://127.0.0.1:{serve_port}/{name}/v1" for name in NAMES}
@@ -54,7 +57,7 @@ def urls(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def client(url: str) -> openai.OpenAI:
-    return openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60)
 
 
 def test_each_path_serves_its_model_and_refuses_the_other(urls: dict[str, str]) -> None:
