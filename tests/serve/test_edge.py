@@ -194,6 +194,11 @@ async def test_grpc_generates_streams_and_refuses(service: Service, stub: Any) -
     assert last.error.param == "top_p"
 
 
+async def read_all(stream: Any) -> None:
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
 async def test_grpc_calls_are_cancelled_by_either_side(service: Service, stub: Any) -> None:
     slow = pb.GenerateRequest(
         prompt_token_ids=pb.TokenIds(ids=[5]),
@@ -211,8 +216,7 @@ async def test_grpc_calls_are_cancelled_by_either_side(service: Service, stub: A
     assert not (await stub.Cancel(cancel, metadata=metadata("l"))).was_running
     assert (await stub.Cancel(cancel, metadata=metadata())).was_running
     with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-        while await stream.read() is not grpc.aio.EOF:
-            pass
+        await read_all(stream)
     await service.until_running(0)
     assert not (await stub.Cancel(cancel, metadata=metadata())).was_running
 
