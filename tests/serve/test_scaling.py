@@ -1,18 +1,13 @@
-"""Autoscaling for real: hosts and replicas follow a load, down to none and back.
+"""Autoscaling for real: replicas follow a load, down to none and back.
 
-The wave runs in a process of its own: a test session has one Ray cluster, and it needs one whose
-hosts come and go. `make scale` is the same with a longer wave, and measured.
+Hosts that come and go need a cluster of their own and minutes: `make scale`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 import time
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 from ray import serve
@@ -25,31 +20,6 @@ from tests.fakes import FakeEngineOptions, fake_output
 from tests.scale_app import deploy
 
 pytestmark = pytest.mark.ray
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 360
-"""It took 80 s on a busy one."""
-
-
-@pytest.mark.timeout(LIMIT_S + 60)
-def test_a_wave_brings_a_host_and_releases_it_and_no_request_fails(tmp_path: Path) -> None:
-    out = tmp_path / "report.json"
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.scale_wave", "--short", "--out", str(out)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
-    report = json.loads(out.read_text())
-    wave, pinning = report["wave"], report["pinning"]
-    assert wave["num_requests"] > 100
-    assert (wave["errors"], wave["wrong"]) == ([], 0)
-    assert max(wave["replicas"]) == 2
-    assert wave["replicas"][-1] == wave["hosts"][-1] == 1
-    assert all(run["are_disjoint"] for run in pinning)
-    assert [run["chips_per_replica"] for run in pinning] == [2]
 
 
 async def until_empty(client: LLMClient) -> bool:
