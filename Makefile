@@ -38,8 +38,10 @@ serve: setup  ## serve CONFIG (serve_config.yaml) on PORT (the config's); Ctrl-C
 	@exec $(VENV_PYTHON) -m app.launch --config $(CONFIG) $(if $(PORT),--port $(PORT)) --watch-pid $$PPID
 
 test: setup-dev lint  ## lint, then run every test
-	@$(VENV_PYTHON) -m pytest tests/unit tests/kernels tests/engine
-	@# A process of its own: Ray forks, which a process that has run JAX must not do.
+	@$(VENV_PYTHON) -m pytest tests/unit tests/kernels
+	@# Processes of their own: every program that XLA compiles takes memory maps, of which a process
+	@# has a limited number; and Ray forks, which a process that has run JAX must not do.
+	@$(VENV_PYTHON) -m pytest tests/engine
 	@$(VENV_PYTHON) -m pytest tests/serve
 
 lint: setup-dev  ## format, style, types and import layers
