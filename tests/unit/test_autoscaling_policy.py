@@ -167,7 +167,7 @@ def test_bounds_hold_and_what_went_up_stays_up(
 @given(st.floats(0.05, 120.0), st.integers(1, 16), st.integers(0, 1 << 30))
 @settings(max_examples=10, deadline=None)
 def test_a_constant_load_with_noise_comes_to_rest(rate: float, first: int, seed: int) -> None:
-    """After a window and a boot the target does not change any more."""
+    """After a window and a boot the target does not swing: at most one step down comes late."""
     service = Service(CONFIG, target=first)
 
     def noisy(now: float) -> float:
@@ -176,7 +176,7 @@ def test_a_constant_load_with_noise_comes_to_rest(rate: float, first: int, seed:
     service.run(1500, noisy, step_s=5.0)
     service.targets = service.targets[-1:]
     service.run(1800, noisy, step_s=5.0)
-    assert not list(service.changes())
+    assert [difference for _, difference in service.changes()] in ([], [-1])
     rest = service.target
     assert needed(replace(CHAT, requests_per_s=rate, prefill_s=0.0424)) <= rest
 
