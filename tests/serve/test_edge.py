@@ -207,7 +207,7 @@ async def test_grpc_calls_are_cancelled_by_either_side(service: Service, stub: A
     )
     stream = stub.Stream(slow, metadata=metadata())
     await stream.read()
-    assert await service.num_running() == 1
+    await service.until_running(1)
     stream.cancel()
     await service.until_running(0)
     stream = stub.Stream(slow, metadata=metadata(x_request_id="my-stream"))
