@@ -199,17 +199,12 @@ async def read_all(stream: Any) -> None:
         pass
 
 
-async def test_grpc_calls_are_cancelled_by_either_side(service: Service, stub: Any) -> None:
+async def test_a_grpc_call_is_cancelled_by_another(service: Service, stub: Any) -> None:
     slow = pb.GenerateRequest(
         prompt_token_ids=pb.TokenIds(ids=[5]),
         max_tokens=3000,
         parameters_json='{"ignore_eos":true}',
     )
-    stream = stub.Stream(slow, metadata=metadata())
-    await stream.read()
-    await service.until_running(1)
-    stream.cancel()
-    await service.until_running(0)
     stream = stub.Stream(slow, metadata=metadata(x_request_id="my-stream"))
     await stream.read()
     cancel = pb.CancelRequest(request_id="my-stream")
