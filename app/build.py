@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import ray
 from ray import serve
+from ray.serve._private.client import ServeControllerClient
 from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client  # pyright: ignore[reportPrivateUsage]
 
@@ -125,9 +126,7 @@ def _nodes() -> list[dict[str, Any]]:
 
 def _serves_grpc() -> bool:
     """Whether the Serve that is running has gRPC servers."""
-    if not ray.is_initialized():
-        return False
-    client = _get_global_client(raise_if_no_controller_running=False)
+    client = _running_serve()
     if client is None:
         return False
     controller: Any = client._controller  # pyright: ignore[reportPrivateUsage]
@@ -140,7 +139,12 @@ def _listening_host() -> str | None:
 
     Serve has no public way to ask: `serve.status()` leaves http_options out (2.60).
     """
+    client = _running_serve()
+    return None if client is None else client.http_config.host
+
+
+def _running_serve() -> ServeControllerClient | None:
+    """Return the client of the Serve that is running, if one is."""
     if not ray.is_initialized():  # or Serve would start a cluster to look for itself
         return None
-    client = _get_global_client(raise_if_no_controller_running=False)
-    return None if client is None else client.http_config.host
+    return _get_global_client(raise_if_no_controller_running=False)

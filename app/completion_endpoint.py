@@ -14,23 +14,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from app.asgi import (
-    ClientDisconnected,
-    EventStream,
-    cancel_on_disconnect,
-    log_error,
-    read_body,
-)
+from app.asgi import ClientDisconnected, EventStream, log_error
 from app.choice import Choice, Piece
 from app.completion_service import CompletionService
 from app.demands import read_demands
+from app.errors import internal_error
 from app.exchange import Edge, Exchange
 from app.generation import Generation
-from app.http_exchange import CountedResponse
+from app.http_exchange import CountedResponse, admitted_body
 from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
 from app.openai_response import DONE, StreamFormat
-from app.schema_faults import parse_json
 from replicas.errors import ServingError
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.
@@ -83,10 +77,8 @@ class CompletionEndpoint:
         """Write the whole answer; return its status."""
         try:
             demands = read_demands(request.headers)
-            raw = await read_body(request, max_bytes=self._config.max_body_bytes)
-            async with cancel_on_disconnect(request.receive):
-                body = parse_json(raw)
-                await exchange.admit(body, num_bytes=len(raw))
+            max_bytes = self._config.max_body_bytes
+            async with admitted_body(request, exchange, max_bytes=max_bytes) as body:
                 generation = await self._plan(body)
                 generation.demands = demands
                 exchange.planned(generation, request.headers.get("traceparent"))
@@ -141,7 +133,7 @@ class CompletionEndpoint:
                 if not events.has_started:
                     raise
                 logger.exception("%s failed in mid-stream", request_id, exc_info=error)
-                await events.fail(ServingError("internal error; the server's log has the details"))
+                await events.fail(internal_error())
                 return 500
         return 200
 

@@ -81,6 +81,10 @@ class CompletionService:
         )
         self._message_tokenizer = tokenizer.showing(self._format.markers)
 
+    def reconfigure(self, config: IngressConfig) -> None:
+        """Plan by other limits from the next request on; those that run end as they began."""
+        self._config = config
+
     async def model_info(self) -> ModelInfo:
         """Return what the first ready replica said of the model; it never changes after that.
 

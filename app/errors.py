@@ -57,6 +57,11 @@ class ConfigError(ValueError):
     """The configuration is wrong; nothing has been started."""
 
 
+def internal_error() -> ServingError:
+    """What a client is told of a failure that is ours: nothing but where to look."""
+    return ServingError("internal error; the server's log has the details")
+
+
 def error_body(error: ServingError) -> bytes:
     """Render the JSON body of an error.
 

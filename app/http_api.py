@@ -21,7 +21,7 @@ from app.anthropic_response import MessagesPlanner
 from app.asgi import AuthMiddleware, RequestIdMiddleware, error_response, log_error
 from app.completion_endpoint import CompletionEndpoint
 from app.completion_service import CompletionService
-from app.errors import MethodNotAllowed, PathNotFound
+from app.errors import MethodNotAllowed, PathNotFound, internal_error
 from app.exchange import Edge
 from app.ingress_config import IngressConfig
 from app.metrics import IngressMetrics
@@ -145,5 +145,5 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_unexpected_error(request: Request, error: Exception) -> Response:
     logger.error("%s failed", request.state.request_id, exc_info=error)
-    failure = ServingError("internal error; the server's log has the details")
+    failure = internal_error()
     return error_response(failure, request.scope)

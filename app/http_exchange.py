@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from app.asgi import cancel_on_disconnect, read_body
 from app.exchange import Edge, Exchange
 from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
+from app.schema_faults import parse_json
 from replicas.errors import ServingError
 
 Answer = Callable[[Request, Send, Exchange], Awaitable[int]]
+
+
+@contextlib.asynccontextmanager
+async def admitted_body(
+    request: Request, exchange: Exchange, *, max_bytes: int, is_charged: bool = True
+) -> AsyncGenerator[dict[str, Any]]:
+    """Read a request's JSON body, have it admitted, and end what is within if the client leaves.
+
+    Args:
+        request: whose body has not been read.
+        exchange: asks for admission.
+        max_bytes: of the body.
+        is_charged: it uses tokens of its key's limit, estimated from its size.
+
+    Raises:
+        ServingError: it is too large, no JSON object, or over the limit.
+        ClientDisconnected: the client left.
+    """
+    raw = await read_body(request, max_bytes=max_bytes)
+    async with cancel_on_disconnect(request.receive):
+        body = parse_json(raw)
+        await exchange.admit(body, num_bytes=len(raw) if is_charged else 0)
+        yield body
 
 
 class CountedResponse(Response):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
+import functools
 from collections.abc import AsyncGenerator
 from typing import Any, Final, override
 
@@ -23,7 +23,6 @@ from app.client import LLMClient
 from app.coalesced import stream_items
 from app.completion_service import CompletionService
 from app.content_filter import ContentFilter, load_check
-from app.errors import ConfigError
 from app.exchange import Edge
 from app.frame_server import PortRange
 from app.generation_config import load_sampling_defaults
@@ -31,7 +30,7 @@ from app.grpc import generation_pb2 as pb
 from app.grpc.endpoint import GrpcEndpoint, error_chunk
 from app.http_api import create_app
 from app.ingress_config import IngressConfig
-from app.light_settings import apply_ingress_settings
+from app.light_settings import UserConfig, apply_ingress_settings
 from app.metrics import IngressMetrics
 from app.shared_state import SharedStateHandle
 from app.tokenizer import Tokenizer
@@ -39,8 +38,6 @@ from replicas.config import TracingConfig
 from replicas.errors import ServingError
 from replicas.model_files.fetch import fetch_model
 from replicas.tracing import start_tracing
-
-logger = logging.getLogger("ray.serve")
 
 _untyped_serve: Final[Any] = serve
 
@@ -70,21 +67,27 @@ class Ingress:
             sink_ports: first and last port on which tokens may arrive; None: any.
         """
         replica_id = serve.get_replica_context().replica_id.unique_id
-        self._is_configured = False
         self._client = LLMClient(router, sink_ports=sink_ports)
         self._metrics = IngressMetrics(replica_id)
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="ingress", instance=replica_id
         )
         directory = fetch_model(config.model_dir, "tokenizer", cache=config.model_cache)
-        self._args = config = dataclasses.replace(config, model_dir=str(directory))
-        self._tokenizer = Tokenizer.load(directory)
-        self._defaults = load_sampling_defaults(directory)
+        config = dataclasses.replace(config, model_dir=str(directory))
+        self._user_config = UserConfig(
+            "the ingress", functools.partial(apply_ingress_settings, config)
+        )
         check = config.content_filter
-        self._filter = None if check is None else ContentFilter(load_check(check))
+        self._service = CompletionService(
+            self._client,
+            Tokenizer.load(directory),
+            config,
+            self._metrics,
+            load_sampling_defaults(directory),
+            content_filter=None if check is None else ContentFilter(load_check(check)),
+        )
         self._edge = Edge(config, self._metrics, SharedStateHandle(shared), tracing=self._tracing)
-        self._service, app = self._assemble(config)
-        self._app = _CurrentApp(app)
+        self._app = _CurrentApp(self._make_app(config))
         self._grpc = GrpcEndpoint(self._service, config, self._edge)
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -97,41 +100,25 @@ class Ingress:
         For requests from now on; those that run end as they began.
 
         Raises:
-            ConfigError: a setting is unknown or wrong, and this is the replica's start; later the
-                settings in force stay, and the log says so.
+            ConfigError: see `UserConfig.take`.
         """
-        try:
-            config = apply_ingress_settings(self._args, user_config)
-        except ConfigError as error:
-            if not self._is_configured:
-                raise
-            logger.error("user_config of the ingress is not used: %s", error)
-            return
-        self._is_configured = True
-        self._edge.config = config
-        self._service, self._app.current = self._assemble(config)
-        self._grpc.reconfigure(self._service, config)
-        logger.info("the ingress' settings are now %s", config)
+        config = self._user_config.take(user_config)
+        if config is not None:
+            self._edge.config = config
+            self._service.reconfigure(config)
+            self._app.current = self._make_app(config)
+            self._grpc.reconfigure(config)
 
-    def _assemble(self, config: IngressConfig) -> tuple[CompletionService, Starlette]:
-        """Build what holds the configuration over what outlives it."""
-        service = CompletionService(
-            self._client,
-            self._tokenizer,
-            config,
-            self._metrics,
-            self._defaults,
-            content_filter=self._filter,
-        )
-        app = create_app(
-            service,
+    def _make_app(self, config: IngressConfig) -> Starlette:
+        """Build the HTTP side, whose parts hold the configuration, over what outlives it."""
+        return create_app(
+            self._service,
             self._client,
             config,
             self._metrics,
             edge=self._edge,
             echo_request_id=False,
         )
-        return service, app
 
     async def generate(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Stream a completion to a caller that has a Serve handle and nothing else.

@@ -7,7 +7,8 @@ is wrong changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,36 @@ KEY_FILES = ("api_keys_file", "admin_keys_file")
 """Read again whenever the user_config changes: new keys take a new file name."""
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
+
+# Serve sets up this logger's handlers in every replica.
+logger = logging.getLogger("ray.serve")
+
+
+class UserConfig[T]:
+    """What Serve's `user_config` makes of the settings of one deployment's replica."""
+
+    def __init__(self, owner: str, apply: Callable[[Mapping[str, Any]], T]) -> None:
+        """Read settings for `owner`, as the log calls it; `apply` raises ConfigError."""
+        self._owner = owner
+        self._apply = apply
+        self._was_taken = False
+
+    def take(self, user_config: Mapping[str, Any]) -> T | None:
+        """Return the settings from now on; None: those in force stay, and the log says why.
+
+        Raises:
+            ConfigError: a setting is unknown or wrong, and this is the replica's start.
+        """
+        try:
+            settings = self._apply(user_config)
+        except ConfigError as error:
+            if not self._was_taken:
+                raise
+            logger.error("user_config of %s is not used: %s", self._owner, error)
+            return None
+        self._was_taken = True
+        logger.info("the settings of %s are now %s", self._owner, settings)
+        return settings
 
 
 def apply_light_settings[T: (IngressConfig, RouterConfig)](

@@ -15,14 +15,13 @@ from starlette.responses import Response
 from starlette.types import Send
 
 from app.anthropic_schema import CountTokensRequest, parse_messages
-from app.asgi import ClientDisconnected, cancel_on_disconnect, json_response, read_body
+from app.asgi import ClientDisconnected, json_response
 from app.completion_service import CompletionService, first_leaf
 from app.exchange import Edge, Exchange
-from app.http_exchange import CountedResponse
+from app.http_exchange import CountedResponse, admitted_body
 from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
 from app.json_types import is_object
-from app.schema_faults import parse_json
 from app.text_schema import (
     DetokenizeRequest,
     ScoreRequest,
@@ -68,10 +67,10 @@ class TextEndpoints:
 
         async def send_answer(request: Request, send: Send, exchange: Exchange) -> int:
             try:
-                raw = await read_body(request, max_bytes=self._config.max_body_bytes)
-                async with cancel_on_disconnect(request.receive):
-                    body = parse_json(raw)
-                    await exchange.admit(body, num_bytes=len(raw) if computes else 0)
+                max_bytes = self._config.max_body_bytes
+                async with admitted_body(
+                    request, exchange, max_bytes=max_bytes, is_charged=computes
+                ) as body:
                     content = await answer(body)
                     if computes and is_object(content):
                         exchange.num_tokens = content["usage"]["total_tokens"]

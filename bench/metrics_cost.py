@@ -13,7 +13,7 @@ from collections.abc import Callable
 from statistics import median
 
 from app.metrics import IngressMetrics
-from app.router.deployment import RouterMetrics
+from app.router.metrics import RouterMetrics
 from replicas.engine.buckets import Bucket
 from replicas.engine.engine import StepTimes
 from replicas.engine.scheduler import ScheduledSequence, StepPlan

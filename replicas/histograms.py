@@ -31,5 +31,11 @@ INTER_TOKEN_BUCKETS_S = geometric_bounds(0.001, 10.0, per_decade=8)
 REQUEST_BUCKETS_S = geometric_bounds(0.01, 3600.0, per_decade=5)
 """From ten milliseconds to an hour: whole requests."""
 
+RATIO_BUCKETS = (
+    *(0.05, 0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 0.9),
+    *(1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
+)
+"""What was predicted over what came, finest around 1."""
+
 CPU_TIME_BUCKETS_S = geometric_bounds(0.00001, 0.1, per_decade=5)
 """From ten microseconds to a tenth of a second: what a decision costs the host."""

@@ -22,7 +22,7 @@ from app.auth import check_key
 from app.coalesced import stream_items
 from app.completion_service import CompletionService
 from app.demands import read_demands
-from app.errors import error_headers
+from app.errors import error_headers, internal_error
 from app.exchange import Edge, Exchange
 from app.generation import Generation
 from app.grpc import generation_pb2 as pb
@@ -59,9 +59,9 @@ class GrpcEndpoint:
         self._edge = edge
         self._running: dict[tuple[str, str], set[asyncio.Task[Any]]] = {}
 
-    def reconfigure(self, service: CompletionService, config: IngressConfig) -> None:
+    def reconfigure(self, config: IngressConfig) -> None:
         """Answer by other settings from the next call on; those that run end as they began."""
-        self._service, self._config = service, config
+        self._config = config
 
     async def generate(
         self, request: pb.GenerateRequest, context: RayServegRPCContext
@@ -152,8 +152,7 @@ class GrpcEndpoint:
             raise
         except Exception as failure:
             status, error = 500, failure
-            internal = ServingError("internal error; the server's log has the details")
-            set_status(context, internal, exchange.headers)
+            set_status(context, internal_error(), exchange.headers)
             raise
         finally:
             tasks.discard(task)

@@ -15,25 +15,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Send
 
-from app.asgi import (
-    ClientDisconnected,
-    EventStream,
-    cancel_on_disconnect,
-    log_error,
-    read_body,
-)
+from app.asgi import ClientDisconnected, EventStream, log_error
 from app.completion_endpoint import SSE_HEADERS
 from app.completion_service import CompletionService
 from app.demands import read_demands
 from app.exchange import Edge, Exchange
-from app.http_exchange import CountedResponse
+from app.http_exchange import CountedResponse, admitted_body
 from app.http_trace import CLIENT_CLOSED_REQUEST
 from app.ingress_config import IngressConfig
 from app.responses.body import ResponseWriter, new_id
 from app.responses.items import Item, with_ids
 from app.responses.run import ResponseRun
 from app.responses.schema import parse_items, parse_responses, rename_fault
-from app.schema_faults import parse_json
 from replicas.errors import InvalidRequest, RequestError, ServingError
 
 # Serve sets up this logger's handlers in every replica, with the request id on each line.
@@ -61,10 +54,8 @@ class ResponsesEndpoint:
     async def _answer(self, request: Request, send: Send, exchange: Exchange) -> int:
         try:
             demands = read_demands(request.headers)
-            raw = await read_body(request, max_bytes=self._config.max_body_bytes)
-            async with cancel_on_disconnect(request.receive):
-                body = parse_json(raw)
-                await exchange.admit(body, num_bytes=len(raw))
+            max_bytes = self._config.max_body_bytes
+            async with admitted_body(request, exchange, max_bytes=max_bytes) as body:
                 run = await self._plan(body, exchange.key)
                 run.generation.demands = demands
                 exchange.planned(run.generation, request.headers.get("traceparent"))

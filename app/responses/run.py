@@ -13,6 +13,7 @@ from typing import Protocol
 
 from app.choice import Choice, Piece
 from app.completion_service import CompletionService
+from app.errors import internal_error
 from app.exchange import Edge
 from app.generation import Generation
 from app.responses.body import ResponseWriter
@@ -25,7 +26,6 @@ logger = logging.getLogger("ray.serve")
 
 POLL_S = 0.5
 """How often the store is asked whether somebody has cancelled a response."""
-INTERNAL_ERROR = "internal error; the server's log has the details"
 
 
 class Emit(Protocol):
@@ -159,7 +159,7 @@ class ResponseRun:
             failure = error
             logger.info("%s %d: %s", self.writer.id, error.status, error)
         else:
-            failure = ServingError(INTERNAL_ERROR)
+            failure = internal_error()
             logger.error("%s failed", self.writer.id, exc_info=error)
         data = self.writer.fail(failure)
         await self._keep()

@@ -123,6 +123,11 @@ class RouterCore:
         return self._fleet
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether any replica can take requests, be it drained."""
+        return any(True for _ in self._fleet.routable())
+
+    @property
     def routable(self) -> dict[str, ReplicaView]:
         """Replicas that can take requests, by id; of these the fleet's `drained` get none."""
         return {view.replica_id: view for view in self._fleet.routable()}

@@ -24,15 +24,13 @@ from ray.experimental.internal_kv import (
     _internal_kv_get,  # pyright: ignore[reportPrivateUsage]
     _internal_kv_list,  # pyright: ignore[reportPrivateUsage]
 )
-from ray.serve import metrics
 from ray.serve.exceptions import DeploymentUnavailableError, RequestCancelledError
 from ray.serve.handle import DeploymentHandle, DeploymentResponse
 
 from app.autoscaling.config import AutoscalingConfig
-from app.autoscaling.schedule import reopens_at
-from app.errors import ConfigError
 from app.frame_server import PortRange
-from app.light_settings import LIGHT_ROUTER_SETTINGS, apply_light_settings
+from app.light_settings import LIGHT_ROUTER_SETTINGS, UserConfig, apply_light_settings
+from app.router.cold_start import ColdStart
 from app.router.config import RouterConfig
 from app.router.core import RouterCore
 from app.router.event_sink import EventSink
@@ -47,10 +45,10 @@ from app.router.events import (
     Send,
     Ticked,
 )
+from app.router.metrics import RouterMetrics
 from app.router.trace import RouterTrace
 from replicas.config import TracingConfig
 from replicas.errors import EngineDead, EngineNotReady, ServingError
-from replicas.histograms import CPU_TIME_BUCKETS_S, LATENCY_BUCKETS_S
 from replicas.page_keys import hash_prompt, hash_root
 from replicas.tracing import start_tracing
 from replicas.wire import (
@@ -68,26 +66,6 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0
 PROFILE_TIMEOUT_S = 70.0
 """Beyond the trace itself: writing it, and the way."""
-RATIO_BUCKETS = (
-    0.05,
-    0.1,
-    0.2,
-    0.33,
-    0.5,
-    0.67,
-    0.8,
-    0.9,
-    1.0,
-    1.1,
-    1.25,
-    1.5,
-    2.0,
-    3.0,
-    5.0,
-    10.0,
-)
-MIN_RATIO = 0.01
-"""A prediction of 0 counts as this: a histogram of Ray's takes nothing that is not positive."""
 DISCOVERY_S = 0.1
 """How often replicas are sought while none is known."""
 SUBSCRIBE_TIMEOUT_S = 5.0
@@ -134,15 +112,16 @@ class RouterDeployment:
         """
         context = serve.get_replica_context()
         self._app_name = context.app_name
-        self._autoscaling = autoscaling
-        self._asking: asyncio.Task[None] | None = None
         self._tracing = start_tracing(
             tracing or TracingConfig(), service="router", instance=context.replica_id.unique_id
         )
-        self._config = config or RouterConfig()
-        self._core = RouterCore(self._config, random.Random())
+        limits = config or RouterConfig()
+        self._core = RouterCore(limits, random.Random())
         self._loop = asyncio.get_running_loop()
-        self._is_configured = False
+        self._user_config = UserConfig(
+            "the router",
+            lambda given: apply_light_settings(limits, given, LIGHT_ROUTER_SETTINGS),
+        )
         self._calls: dict[str, _Call] = {}
         self._is_draining = False
         self._wakeup: asyncio.TimerHandle | None = None
@@ -154,6 +133,7 @@ class RouterDeployment:
             _by_reference=False, request_serialization="pickle", response_serialization="pickle"
         )
         self._generate = self._engine.options(method_name="generate")
+        self._cold_start = ColdStart(self._engine, autoscaling)
         self._metrics = RouterMetrics()
         self._started = self._loop.create_task(self._events.start())
         self._tasks = [
@@ -184,7 +164,8 @@ class RouterDeployment:
         self, request: GenerateRequest, trace: RouterTrace | None
     ) -> GenerateResult | ServingError:
         """Try replicas until one has taken the request, or too many have refused it."""
-        if (reopens_in_s := self._shut_for_s()) is not None:
+        reopens_in_s = self._cold_start.shut_for_s(has_replicas=self._core.has_replicas)
+        if reopens_in_s is not None:
             return EngineNotReady(
                 "the schedule has shut the service down", retry_after_s=reopens_in_s
             )
@@ -205,33 +186,24 @@ class RouterDeployment:
         """Take the limits of Serve's `user_config` in place of those of `args`, without a restart.
 
         Raises:
-            ConfigError: a limit is unknown or wrong, and this is the replica's start; later the
-                limits in force stay, and the log says so.
+            ConfigError: see `UserConfig.take`.
         """
-        try:
-            config = apply_light_settings(self._config, user_config, LIGHT_ROUTER_SETTINGS)
-        except ConfigError as error:
-            if not self._is_configured:
-                raise
-            logger.error("user_config of the router is not used: %s", error)
-            return
-        self._is_configured = True
-        self._core.configure(config)
-        logger.info("the router's settings are now %s", config)
+        config = self._user_config.take(user_config)
+        if config is not None:
+            self._core.configure(config)
 
     async def status(self) -> ServiceStatus:
         """Return what the router knows now."""
         core, drained = self._core, self._core.fleet.drained
         replicas = {replica_id: view.load for replica_id, view in core.routable.items()}
         startup = () if replicas else await asyncio.to_thread(_read_startup, self._app_name)
-        if self._events.model_info is None and self._may_be_empty():
-            self._ask_for_replica()  # only a replica can say what is served
+        will_start = self._cold_start.is_possible(has_replicas=bool(replicas))
+        if self._events.model_info is None and will_start:
+            self._cold_start.ask()  # only a replica can say what is served
+        takes_requests = not replicas.keys() <= drained
         return ServiceStatus(
             ready=not self._is_draining
-            and (
-                not replicas.keys() <= drained
-                or (self._may_be_empty() and self._events.model_info is not None)
-            ),
+            and (takes_requests or (will_start and self._events.model_info is not None)),
             replicas=replicas,
             num_queued=core.num_queued,
             num_queued_tokens=core.num_queued_tokens,
@@ -402,38 +374,13 @@ class RouterDeployment:
         if tracing := getattr(self, "_tracing", None):
             tracing.shutdown()
 
-    def _may_be_empty(self) -> bool:
-        """Whether having no replica now is no fault: a request would wait for one to start."""
-        config = self._autoscaling
-        return config is not None and config.can_reach_zero and self._shut_for_s() is None
-
-    def _shut_for_s(self) -> float | None:
-        """Return for how long the schedule allows no replica; None while it allows some."""
-        config = self._autoscaling
-        if config is None or self._core.routable:
-            return None
-        now = time.time()
-        opens_at = reopens_at(config, now)
-        return None if opens_at is None else opens_at - now
-
-    def _ask_for_replica(self) -> None:
-        """Have a call wait for a replica: that is what makes Serve start one."""
-        if self._asking is None or self._asking.done():
-            self._asking = self._loop.create_task(self._wait_for_replica())
-
-    async def _wait_for_replica(self) -> None:
-        wake = self._engine.options(method_name="wake")
-        try:
-            await cast("DeploymentResponse[Any]", contextvars.Context().run(wake.remote))
-        except (RayActorError, RequestCancelledError, DeploymentUnavailableError) as error:
-            logger.debug("the replica that was asked for did not come: %r", error)
-
     async def _keep_ticking(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self._feed(Ticked())
-            if self._core.num_queued and not self._core.routable and self._may_be_empty():
-                self._ask_for_replica()
+            is_wanted = self._core.num_queued > 0 and not self._core.has_replicas
+            if is_wanted and self._cold_start.is_possible(has_replicas=False):
+                self._cold_start.ask()
             self._metrics.observe_core(self._core)
 
     async def _keep_subscribed(self) -> None:
@@ -450,7 +397,7 @@ class RouterDeployment:
                 )
                 await asyncio.wait((task,), timeout=TICK_S)
                 task.add_done_callback(_log_renewal)
-            await asyncio.sleep(TICK_S if self._core.routable else DISCOVERY_S)
+            await asyncio.sleep(TICK_S if self._core.has_replicas else DISCOVERY_S)
 
 
 def _log_renewal(task: asyncio.Task[list[Any]]) -> None:
@@ -468,66 +415,3 @@ def _read_startup(app_name: str) -> tuple[StartupProgress, ...]:
             if time.time() - fields.pop("reported_at") < STALE_PROGRESS_S:
                 found.append(StartupProgress(**fields))
     return tuple(found)
-
-
-class RouterMetrics:
-    """Prometheus series of one router replica."""
-
-    def __init__(self) -> None:
-        self._answers = metrics.Counter(
-            "systole_router_requests",
-            description="Requests answered, by how.",
-            tag_keys=("answer",),
-        )
-        self._queue_s = metrics.Histogram(
-            "systole_router_queue_time_seconds",
-            description="From a request's arrival at the router to the choice of its replica.",
-            boundaries=list(LATENCY_BUCKETS_S),
-        )
-        self._decision_s = metrics.Histogram(
-            "systole_router_decision_time_seconds",
-            description="What the router's core takes to take in a request, choice included.",
-            boundaries=list(CPU_TIME_BUCKETS_S),
-        )
-        self._ttft_ratio = metrics.Histogram(
-            "systole_router_ttft_prediction_ratio",
-            description="Predicted over actual time from sending to first token; 1 is right.",
-            boundaries=list(RATIO_BUCKETS),
-        )
-        self._queued = metrics.Gauge(
-            "systole_router_num_queued", description="Requests that wait in the router."
-        )
-        self._queued_tokens = metrics.Gauge(
-            "systole_router_num_queued_tokens", description="Prompt tokens of those."
-        )
-        self._inflight = metrics.Gauge(
-            "systole_router_num_inflight", description="Requests sent that have not ended."
-        )
-        self._replicas = metrics.Gauge(
-            "systole_router_num_replicas", description="Replicas that take requests."
-        )
-
-    def observe_decision(self, queue_s: float, *, decision_s: float) -> None:
-        """Time one wait for a replica, and the core's part in it."""
-        self._queue_s.observe(queue_s)
-        self._decision_s.observe(decision_s)
-
-    def observe_ttft(self, predicted_s: float | None, actual_s: float | None) -> None:
-        """Compare what was predicted when a request was sent with what came."""
-        if predicted_s is not None and actual_s:
-            self._ttft_ratio.observe(max(predicted_s, MIN_RATIO * actual_s) / actual_s)
-
-    def observe_answer(self, answer: GenerateResult | ServingError) -> None:
-        """Count a request that ended."""
-        if isinstance(answer, GenerateResult):
-            label = answer.finish_reason.value
-        else:
-            label = answer.code or answer.type
-        self._answers.inc(tags={"answer": label})
-
-    def observe_core(self, core: RouterCore) -> None:
-        """Export the core's state; called about once a second."""
-        self._queued.set(core.num_queued)
-        self._queued_tokens.set(core.num_queued_tokens)
-        self._inflight.set(core.num_booked)
-        self._replicas.set(len(core.routable))

@@ -440,7 +440,7 @@ def _guided_indices(plan: StepPlan) -> tuple[int, ...]:
     return tuple(
         index
         for index, part in enumerate(plan.scheduled)
-        if part.samples
-        and part.sequence.matcher is not None
+        if part.sequence.matcher is not None
+        and part.samples
         and part.sequence.status is not SequenceStatus.FINISHED
     )

@@ -36,8 +36,9 @@ from replicas.engine.engine import SequenceLogprobs, StepOutput
 from replicas.engine.logprobs import logprob_words, pack_logprobs, token_entries
 from replicas.engine.packed_fields import PackedFields
 from replicas.engine.row_groups import for_each_group
-from replicas.engine.sampler import SamplingArrays, sample
+from replicas.engine.sampler import SamplingArrays, sample, seed_words
 from replicas.engine.scheduler import ScheduledSequence, StepPlan
+from replicas.engine.step import unpack_sampling
 
 
 class GuidedState(NamedTuple):
@@ -124,8 +125,7 @@ class GuidedLayout:
         view["top_p"].view(np.float32)[:] = 1.0
         view["top_p"].view(np.float32)[:count] = [s.top_p for s in samplings]
         for row, sampling in enumerate(samplings):
-            words = (sampling.seed >> 32) & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
-            view["seeds"].view(np.uint32)[row] = words
+            view["seeds"].view(np.uint32)[row] = seed_words(sampling.seed)
         for words, part in zip(view["masks"], parts, strict=False):
             assert part.sequence.matcher is not None
             part.sequence.matcher.fill_mask(words)
@@ -139,13 +139,7 @@ class GuidedLayout:
         Rows are drawn in groups of fixed size, so that a row's bits do not depend on their number.
         """
         field = self.fields.split(packed)
-        arrays = SamplingArrays(
-            temperature=lax.bitcast_convert_type(field["temperature"], jnp.float32),
-            top_k=field["top_k"],
-            top_p=lax.bitcast_convert_type(field["top_p"], jnp.float32),
-            seeds=lax.bitcast_convert_type(field["seeds"], jnp.uint32),
-            positions=field["positions"],
-        )
+        arrays = unpack_sampling(field, positions=field["positions"])
         outputs = OutputRows(slots=field["slots"], flags=field["flags"])
         row_fields = slot_row_fields(self._vocab_size)
 

@@ -85,6 +85,11 @@ def _sample_random(
     )
 
 
+def seed_words(seed: int) -> tuple[int, int]:
+    """Split a seed of 64 bits into the words of a key, the high one first."""
+    return (seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF
+
+
 def _uniforms(
     arrays: SamplingArrays, attempt: UInt32[Array, ""] | None = None
 ) -> Float32[Array, "S 2"]:

@@ -32,7 +32,7 @@ from replicas.engine.buckets import Bucket
 from replicas.engine.engine import SequenceLogprobs, StepOutput
 from replicas.engine.logprobs import pack_logprobs
 from replicas.engine.packed_fields import PackedFields
-from replicas.engine.sampler import SamplingArrays
+from replicas.engine.sampler import SamplingArrays, seed_words
 from replicas.engine.scheduler import ScheduledSequence, StepPlan
 from replicas.engine.sequence import Sequence
 from replicas.models.inputs import ModelInputs
@@ -187,7 +187,7 @@ class SlotTable:
         self.temperature[slot] = 0.0 if sampling.grammar else sampling.temperature
         self.top_k[slot] = sampling.top_k
         self.top_p[slot] = sampling.top_p
-        self.seeds[slot] = (sampling.seed >> 32) & 0xFFFFFFFF, sampling.seed & 0xFFFFFFFF
+        self.seeds[slot] = seed_words(sampling.seed)
 
 
 def pack_slots(

@@ -15,6 +15,7 @@ from replicas.models import host_memory
 from replicas.models.param_spec import ParamSpec
 
 if TYPE_CHECKING:
+    import jax
     from jax.typing import DTypeLike
 
 
@@ -43,8 +44,7 @@ class StackSpec(ParamSpec):
         release: Callable[[], None] | None = None,
     ) -> np.ndarray:
         """See `ParamSpec`."""
-        out = host_memory.empty(self.shape, self.abstract(dtype).dtype)
-        out[self.shape[0] - self.num_padding :] = 0
+        out = _empty(self.abstract(dtype), self.num_padding)
         start = 0
         for index, member in enumerate(self.members):
             end = start + len(member.sources)
@@ -83,11 +83,17 @@ class ConvertedSpec(ParamSpec):
         release: Callable[[], None] | None = None,
     ) -> np.ndarray:
         """See `ParamSpec`."""
-        out = host_memory.empty(self.shape, self.abstract(dtype).dtype)
-        out[self.shape[0] - self.num_padding :] = 0
+        out = _empty(self.abstract(dtype), self.num_padding)
         entries = [tensor.reshape(self.num_entries, -1, *tensor.shape[1:]) for tensor in tensors]
         for index in range(self.num_entries):
             out[index] = self.convert([rows[index] for rows in entries]).reshape(self.entry_shape)
             if release is not None:
                 release()
         return out
+
+
+def _empty(shape: jax.ShapeDtypeStruct, num_padding: int) -> np.ndarray:
+    """Return an array of arbitrary content, but for the zeros at the end of its first axis."""
+    out = host_memory.empty(shape.shape, shape.dtype)
+    out[shape.shape[0] - num_padding :] = 0
+    return out

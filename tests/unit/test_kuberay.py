@@ -18,6 +18,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import (
 from ray.serve.schema import ServeDeploySchema
 
 from app.settings import parse_settings
+from tests.node_files import provide_files
 
 OPS = Path(__file__).resolve().parents[2] / "ops"
 MANIFESTS = sorted((OPS / "kuberay").glob("rayservice-*.yaml"))
@@ -164,13 +165,7 @@ def test_ray_and_the_application_accept_the_serve_part(manifest: Config, tmp_pat
     (application,) = ServeDeploySchema.model_validate(config).applications
     assert application.import_path == "app.build:build"
     args = config["applications"][0]["args"]
-    model = tmp_path / "model"
-    model.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (model / name).touch()
-    keys = tmp_path / "api_keys"
-    keys.write_text("sha256:" + "0" * 64 + "\n")
-    args["model"], args["ingress"]["api_keys_file"] = str(model), str(keys)
+    provide_files(args, tmp_path, model_name="model")
     settings = parse_settings(args)
     assert settings.ingress.key_hashes
     assert settings.replicas.resources["TPU"] == settings.engine.tensor_parallel

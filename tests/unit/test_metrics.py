@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.util.metrics import Counter, Histogram, Metric
 
-from app.router.deployment import RouterMetrics
+from app.router.metrics import RouterMetrics
 from bench.metrics_cost import measure
 from replicas.engine.buckets import Bucket
 from replicas.engine.step_stats import PHASES, StepStats

@@ -18,6 +18,7 @@ from app.autoscaling.config import AutoscalingConfig
 from app.autoscaling.serve_policy import serve_autoscaling
 from app.errors import ConfigError
 from app.settings import _Args, parse_settings  # pyright: ignore[reportPrivateUsage]
+from tests.node_files import provide_files
 
 ROOT = Path(__file__).resolve().parents[2]
 V6E = ROOT / "ops" / "serve_config.v6e.yaml"
@@ -34,17 +35,10 @@ def v6e() -> dict[str, Any]:
 @pytest.fixture
 def v6e_args(v6e: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
     """The example's `args`, with the files that it expects on a node."""
-    model = tmp_path / "YOUR_MODEL"
-    model.mkdir()
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (model / name).touch()
-    keys = tmp_path / "api_keys"
-    keys.write_text("sha256:" + "0" * 64 + "\n")
     args = v6e["applications"][0]["args"]
     assert args["model"].startswith("/")
     assert args["ingress"]["api_keys_file"].startswith("/")
-    args["model"] = str(model)
-    args["ingress"]["api_keys_file"] = str(keys)
+    provide_files(args, tmp_path, model_name="YOUR_MODEL")
     return args
 
 
@@ -115,13 +109,7 @@ def test_two_models_share_a_service(tmp_path: Path) -> None:
     marks: dict[str, float] = {}
     for application in config["applications"]:
         args = application["args"]
-        model = tmp_path / application["name"]
-        model.mkdir()
-        for name in ("config.json", "tokenizer.json", "model.safetensors"):
-            (model / name).touch()
-        keys = tmp_path / "api_keys"
-        keys.write_text("sha256:" + "0" * 64 + "\n")
-        args["model"], args["ingress"]["api_keys_file"] = str(model), str(keys)
+        provide_files(args, tmp_path, model_name=application["name"])
         settings = parse_settings(args)
         assert settings.ingress.model_id == application["name"]
         assert settings.replicas.resources["TPU"] == settings.engine.tensor_parallel

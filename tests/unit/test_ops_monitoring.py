@@ -13,7 +13,7 @@ import yaml
 from ray.util.metrics import Counter, Histogram, Metric
 
 from app.metrics import IngressMetrics
-from app.router.deployment import RouterMetrics
+from app.router.metrics import RouterMetrics
 from replicas.engine_metrics import EngineMetrics
 from replicas.wire import ReplicaLoad, ServiceStatus
 
