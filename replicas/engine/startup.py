@@ -252,8 +252,13 @@ def build_engine(
 
 
 def has_tokenizer(config: EngineConfig) -> bool:
-    """Whether the model directory has what structured output needs."""
-    return (Path(config.model) / "tokenizer.json").is_file()
+    """Whether the model, downloaded where it is not here, has what structured output needs.
+
+    Raises:
+        ModelSourceError: it cannot be downloaded.
+    """
+    directory = fetch_model(config.model, "tokenizer", cache=config.model_cache)
+    return (directory / "tokenizer.json").is_file()
 
 
 def _load_vocabulary(plan: EnginePlan) -> Vocabulary | None:

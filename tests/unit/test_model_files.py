@@ -19,7 +19,9 @@ from huggingface_hub import constants
 from app.build import build
 from app.errors import ConfigError
 from app.settings import parse_settings
+from replicas.config import EngineConfig
 from replicas.engine.serve_file import read_applications
+from replicas.engine.startup import has_tokenizer
 from replicas.model_files import bucket
 from replicas.model_files.fetch import fetch_model, pin_model
 from replicas.model_files.source import HubSource, ModelSourceError, parse_source, read_setting
@@ -316,6 +318,15 @@ def test_a_malformed_source_is_refused(
 @pytest.mark.parametrize("text", ["/models/tiny", "gs://bucket", "gs://bb/a/b", "hf://o/n@r"])
 def test_a_canonical_text_is_read_back(text: str) -> None:
     assert str(parse_source(text)) == text
+
+
+@both
+def test_structured_output_finds_the_tokenizer_of_a_model_that_is_downloaded(
+    store: tuple[str, FakeStore], tmp_path: Path
+) -> None:
+    model, _ = store
+    assert has_tokenizer(EngineConfig(model=model, model_cache=str(tmp_path)))
+    assert not has_tokenizer(EngineConfig(model=str(tmp_path)))
 
 
 def test_the_command_downloads_ahead_with_the_usual_variables(tmp_path: Path) -> None:
