@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from app.errors import ConfigError
 from app.settings import ReplicaOptions
 from replicas.config import EngineConfig
+from replicas.model_files.safetensors_header import read_header
 from replicas.model_files.source import LocalSource, parse_source
 
 TPU = "TPU"
@@ -25,7 +24,7 @@ TPU_CHIP_COUNTS = (1, 2, 4, 8)
 DEVICES_PER_CHIP = 2
 """At most: a TPU7x chip shows as two."""
 _BYTES_PER_VALUE = {"bfloat16": 2, "float32": 4}
-_MAX_HEADER_BYTES = 100_000_000
+_SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
@@ -154,24 +153,21 @@ def count_weights(model: Path) -> int:
                 f"{model / missing[0]}; download the model again"
             )
         files = named
+    elif _SINGLE in files:  # what else lies there is not loaded
+        files = {_SINGLE}
     return sum(_count_values(model / name) for name in sorted(files))
 
 
 def _count_values(path: Path) -> int:
     try:
-        with path.open("rb") as file:
-            size = path.stat().st_size
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"a header of {length} bytes")
-            header: dict[str, Any] = json.loads(file.read(length))
-        header.pop("__metadata__", None)
+        size = path.stat().st_size
+        header, data_start = read_header(path)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         num_values = sum(math.prod(entry["shape"]) for entry in header.values())
-    except (OSError, ValueError, struct.error, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"model: {path} is no readable safetensors file: {error}") from None
-    if 8 + length + end > size:
+    if data_start + end > size:
         raise ConfigError(
-            f"model: {path} is cut off: {size} of {8 + length + end} bytes; download it again"
+            f"model: {path} is cut off: {size} of {data_start + end} bytes; download it again"
         )
     return num_values

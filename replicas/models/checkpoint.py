@@ -18,13 +18,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from replicas.model_files.safetensors_header import read_header
+
 _DTYPES: dict[str, np.dtype] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "U8": np.dtype(np.uint8),
 }
-_MAX_HEADER_BYTES = 100_000_000
 
 
 class CheckpointError(ValueError):
@@ -105,7 +106,7 @@ class Checkpoint:
     def _read_header(self, file: Path) -> set[str]:
         """Add the tensors of one file; return the names in its header, faulty ones included."""
         try:
-            header, data_start = _parse_header(file)
+            header, data_start = read_header(file)
         except (OSError, ValueError) as error:
             self.problems.append(f"unreadable: {file.name}: {error}")
             return set()
@@ -146,23 +147,6 @@ def _list_files(path: Path, problems: list[str]) -> dict[Path, set[str]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         problems.append(f"unreadable: {index.name}: {error!r}")
     return files
-
-
-def _parse_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return the JSON header and the offset at which the data begins."""
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > _MAX_HEADER_BYTES:
-            raise ValueError("not a safetensors file")
-        text = stream.read(length)
-    if len(text) < length:
-        raise ValueError(f"the file ends inside its header of {length} bytes")
-    header = json.loads(text)
-    if not isinstance(header, dict):
-        raise ValueError("the header is not a JSON object")
-    header.pop("__metadata__", None)
-    return header, 8 + length
 
 
 def _parse_entry(file: Path, description: dict[str, Any], data_start: int) -> TensorEntry:
