@@ -176,11 +176,7 @@ class WaitingQueue:
         self._requests[request.request_id] = request
         self.num_tokens += request.num_prompt_tokens
         self.prefill_s += request.prefill_s
-        tenant = self._tenants.get(request.tenant)
-        if tenant is None:
-            tenant = self._add_tenant(request.tenant)
-        if tenant.num_requests == 0:
-            tenant.served = max(tenant.served, self._virtual_time)
+        tenant = self._tenant(request.tenant)
         tenant.num_requests += 1
         tenant.num_tokens += request.num_prompt_tokens
         entry = (request.priority, request.rank, next(self._arrivals), request.request_id)
@@ -202,10 +198,12 @@ class WaitingQueue:
     def serve(self, request_id: str) -> QueuedRequest:
         """Take a request out because it is sent: its tenant has been served."""
         request = self.remove(request_id)
-        tenant = self._tenants[request.tenant]
-        self._virtual_time = max(self._virtual_time, tenant.served)
-        tenant.served += request.service
+        self._charge(self._tenants[request.tenant], request)
         return request
+
+    def pass_by(self, request: QueuedRequest) -> None:
+        """Count a request that is sent without having waited: its tenant has been served."""
+        self._charge(self._tenant(request.tenant), request)
 
     def refund(self, request: QueuedRequest, num_output_tokens: int) -> None:
         """Give a tenant back what a request that ended did not use of its `max_tokens`."""
@@ -270,6 +268,19 @@ class WaitingQueue:
         """Requests of a tenant, the last one last."""
         entries = sorted(self._tenants[name].order)
         return [self._requests[entry[3]] for entry in entries if entry[3] in self._requests]
+
+    def _charge(self, tenant: _Tenant, request: QueuedRequest) -> None:
+        self._virtual_time = max(self._virtual_time, tenant.served)
+        tenant.served += request.service
+
+    def _tenant(self, name: str) -> _Tenant:
+        """Return a tenant that asks; one that did not wait starts from the virtual time."""
+        tenant = self._tenants.get(name)
+        if tenant is None:
+            tenant = self._add_tenant(name)
+        if tenant.num_requests == 0:
+            tenant.served = max(tenant.served, self._virtual_time)
+        return tenant
 
     def _add_tenant(self, name: str) -> _Tenant:
         if len(self._tenants) >= MAX_IDLE_TENANTS:

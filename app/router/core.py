@@ -17,8 +17,9 @@ from app.router import refusals
 from app.router.admission import DrainRate, QueuedRequest, StayTime, WaitingQueue
 from app.router.batch_window import BatchWindow
 from app.router.breakers import CircuitBreakers
+from app.router.cached_pages import CachedPages
 from app.router.config import RouterConfig
-from app.router.cost import Answer, Policy, PredictedCost, Question, fits
+from app.router.cost import Policy, PredictedCost, Question, fits
 from app.router.demand import DemandMeter
 from app.router.events import (
     Action,
@@ -36,14 +37,10 @@ from app.router.events import (
     Ticked,
 )
 from app.router.fleet import Bools, Fleet
-from app.router.prefix_index import PrefixIndex
+from app.router.placement import Placement
 from app.router.replica_view import Booking, ReplicaView
 from replicas.errors import EngineDead, Overloaded
 from replicas.wire import RouterDemand
-
-TIE_SHARE = 0.02
-TIE_S = 1e-3
-"""Costs so close to the lowest are equal to it: the prediction is no better."""
 
 REFUSAL_MARGIN = 1.1
 """A request is refused when its predicted first token is so many times later than wanted."""
@@ -73,9 +70,6 @@ class RouterCore:
             fetch_s_per_token: what a token in a replica's host tier costs.
         """
         self._config = config
-        self._rng = rng
-        self._policy: Policy = policy or PredictedCost()
-        self._fetch_s_per_token = fetch_s_per_token
         self._queue = WaitingQueue(
             max_requests=config.max_queued_requests, max_tokens=config.max_queued_tokens
         )
@@ -85,8 +79,14 @@ class RouterCore:
         self._drain_rate = DrainRate()
         self._meter = DemandMeter()
         self._fleet = Fleet(max_waiting_per_replica=config.max_waiting_per_replica)
-        self._index = PrefixIndex(max_keys=config.max_indexed_pages)
-        self._device_index: PrefixIndex | None = None  # only where there is a tier behind it
+        self._pages = CachedPages(max_keys=config.max_indexed_pages)
+        self._placement = Placement(
+            self._fleet,
+            self._pages,
+            policy or PredictedCost(),
+            rng,
+            fetch_s_per_token=fetch_s_per_token,
+        )
         self._breakers = CircuitBreakers()
         self._stays = StayTime()
         self._sent: dict[str, tuple[QueuedRequest, ReplicaView, float]] = {}
@@ -110,7 +110,7 @@ class RouterCore:
     @property
     def num_indexed_pages(self) -> int:
         """Keys of cached pages that the index holds."""
-        return len(self._index)
+        return len(self._pages)
 
     @property
     def page_size(self) -> int:
@@ -191,7 +191,7 @@ class RouterCore:
         config = self._config
         if not event.excluded:
             self._meter.arrived(event.num_prompt_tokens)
-        is_new = not event.excluded and not self._fleet.is_routable.any()
+        is_new = not event.excluded and not self._fleet.has_routable
         wait_s = config.replica_wait_s if is_new else config.migration_wait_s
         assert self._hopes_until is not None
         request = QueuedRequest(
@@ -245,12 +245,7 @@ class RouterCore:
         view.is_routable = True
         view.max_outstanding = self._breakers.max_outstanding(event.replica_id, now)
         self._fleet.update(view, event.load, event.sequence, now)
-        self._index.replace(view.row, event.cached_pages)
-        if event.offloaded_pages:
-            self._track_tier()
-            self._index.store(view.row, event.offloaded_pages)
-        if self._device_index is not None:
-            self._device_index.replace(view.row, event.cached_pages)
+        self._pages.replace(view.row, event)
 
     def _update(self, event: LoadChanged, now: float, actions: list[Action]) -> None:
         view = self._fleet.views.get(event.replica_id)
@@ -260,23 +255,7 @@ class RouterCore:
         if view is None:
             return
         self._fleet.update(view, event.load, event.sequence, now)
-        cache, tier = event.cache, event.tier
-        if tier is not None:
-            self._track_tier()
-            self._index.store(view.row, tier.stored)
-        if cache.stored:
-            self._index.store(view.row, cache.stored)
-        if self._device_index is not None:
-            self._device_index.store(view.row, cache.stored)
-            self._device_index.drop(view.row, cache.dropped)
-        if tier is not None:
-            self._index.drop(view.row, tier.dropped)
-        elif cache.dropped:
-            self._index.drop(view.row, cache.dropped)
-
-    def _track_tier(self) -> None:
-        if self._device_index is None:
-            self._device_index = PrefixIndex(max_keys=self._config.max_indexed_pages)
+        self._pages.change(view.row, event)
 
     def _suspect(self, replica_id: str, now: float, actions: list[Action]) -> None:
         view = self._fleet.views.get(replica_id)
@@ -359,9 +338,9 @@ class RouterCore:
         actions: list[Action],
     ) -> None:
         """Let a request wait in the place of others, or refuse it when it would wait too long."""
-        routable = self._allowed(request, self._fleet.is_routable)
+        routable = self._placement.allowed(request, self._fleet.is_routable)
         if np.count_nonzero(routable):
-            answer = self._rate(request, now)[0]
+            answer = self._placement.rate(request, now)[0]
             if answer.ttft_s is not None and answer.queued_s is not None:
                 best = int(np.where(routable, answer.ttft_s, np.inf).argmin())
                 ttft_s = float(answer.ttft_s[best])
@@ -408,7 +387,7 @@ class RouterCore:
 
     def _ready(self) -> Bools:
         """Which rows have a slot to give."""
-        return self._fleet.is_routable & (self._fleet.free_slots > 0)
+        return self._fleet.free_slots > 0
 
     def _send(
         self, request: QueuedRequest, ready: Bools, now: float, actions: list[Action]
@@ -420,10 +399,10 @@ class RouterCore:
         """
         if not np.count_nonzero(ready):  # several times as fast as any()
             return False
-        answer, question = self._rate(request, now)
+        answer, question = self._placement.rate(request, now)
         if answer.queued_s is not None:
             ready &= answer.queued_s <= self._config.max_backlog_s
-        allowed = self._allowed(request, ready)
+        allowed = self._placement.allowed(request, ready)
         candidates = allowed & self._fleet.has_pages_for(request.num_prompt_tokens)
         if not np.count_nonzero(candidates):
             ready &= ~allowed
@@ -431,7 +410,9 @@ class RouterCore:
         is_queued = request.request_id in self._queue
         left_s = request.first_token_by - now
         if left_s < np.inf and answer.ttft_s is not None:
-            best = float(answer.ttft_s[self._allowed(request, self._fleet.is_routable)].min())
+            best = float(
+                answer.ttft_s[self._placement.allowed(request, self._fleet.is_routable)].min()
+            )
             if best > REFUSAL_MARGIN * left_s:
                 if is_queued:
                     self._queue.remove(request.request_id)
@@ -442,8 +423,6 @@ class RouterCore:
                 )
                 actions.append(Fail(request.request_id, error))
                 return True
-        if not is_queued:
-            self._queue.push(request)
         meets = fits(
             answer,
             ttft_s=None if left_s == np.inf else left_s,
@@ -451,19 +430,16 @@ class RouterCore:
         )
         if meets is not None and np.count_nonzero(good := candidates & meets):
             candidates = good
-        row = self._cheapest(answer, candidates)
+        row = self._placement.cheapest(answer, candidates)
         view = self._fleet.view_of(row)
-        self._book(self._queue.serve(request.request_id), view, question, now)
+        if is_queued:
+            self._queue.serve(request.request_id)
+        else:
+            self._queue.pass_by(request)
+        self._book(request, view, question, now)
         ttft_s = None if answer.ttft_s is None else float(answer.ttft_s[row])
         actions.append(Send(request.request_id, view.replica_id, ttft_s))
         return True
-
-    def _cheapest(self, answer: Answer, candidates: Bools) -> int:
-        """Return the row of the lowest cost, ties at random."""
-        costs = np.where(candidates, answer.cost, np.inf)
-        lowest = float(costs[costs.argmin()])
-        ties = np.flatnonzero(costs <= lowest + max(TIE_S, answer.tie_s) + TIE_SHARE * abs(lowest))
-        return int(ties[self._rng.randrange(len(ties))] if len(ties) > 1 else ties[0])
 
     def _book(
         self, request: QueuedRequest, view: ReplicaView, question: Question, now: float
@@ -481,43 +457,15 @@ class RouterCore:
         self._fleet.refresh(view)
         self._sent[request.request_id] = (request, view, now)
 
-    def _rate(self, request: QueuedRequest, now: float) -> tuple[Answer, Question]:
-        fleet, keys = self._fleet, request.page_keys
-        held = self._index.match(keys, fleet.num_rows) * fleet.page_size
-        device = None
-        if self._device_index is not None:
-            device = self._device_index.match(keys, fleet.num_rows) * fleet.page_size
-        question = Question(
-            num_prompt_tokens=request.num_prompt_tokens,
-            max_tokens=request.max_tokens,
-            held_tokens=held,
-            device_tokens=device,
-            fetch_s_per_token=self._fetch_s_per_token,
-            is_tpot_wanted=request.tpot_target_s is not None,
-        )
-        return self._policy.rate(fleet, question, now), question
-
-    def _allowed(self, request: QueuedRequest, rows: Bools) -> Bools:
-        """Return `rows` without those that the request excludes."""
-        views = self._fleet.views
-        excluded = [views[name].row for name in request.excluded if name in views]
-        if not excluded:
-            return rows
-        allowed = rows.copy()
-        allowed[excluded] = False
-        return allowed
-
     def _has_candidate(self, request: QueuedRequest) -> bool:
-        return bool(np.count_nonzero(self._allowed(request, self._fleet.is_routable)))
+        return bool(np.count_nonzero(self._placement.allowed(request, self._fleet.is_routable)))
 
     def _forget_if_done(self, view: ReplicaView) -> None:
         if not view.is_routable and not view.bookings:
             self._forget(view)
 
     def _forget(self, view: ReplicaView) -> None:
-        self._index.forget(view.row)
-        if self._device_index is not None:
-            self._device_index.forget(view.row)
+        self._pages.forget(view.row)
         self._fleet.remove(view)
 
     def _queue_full(self, request: QueuedRequest, now: float) -> Overloaded:

@@ -94,9 +94,10 @@ class PredictedCost:
         np.maximum(queued, 0, out=queued)
         unseen_s = fleet.unseen_prefill_s(now)
         if unseen_s > 0:
-            np.maximum(queued, water_level(queued[fleet.is_routable], unseen_s), out=queued)
+            depths = np.where(fleet.is_routable, queued, np.inf)
+            np.maximum(queued, water_level(depths, unseen_s), out=queued)
         queued += fleet.claimed_s
-        held = np.minimum(question.held_tokens, length - 1)
+        held = question.held_tokens
         own = prefill_s(held, length, token_s, half_pair_s)
         if question.device_tokens is not None:
             on_device = np.minimum(question.device_tokens, held)
@@ -121,12 +122,18 @@ class PredictedCost:
 
 
 def water_level(depths: Floats, amount: float) -> float:
-    """Return how high water stands when `amount` is poured over columns of these heights."""
+    """Return how high water stands when `amount` is poured over columns of these heights.
+
+    Infinite ones stay dry; one at least must be finite.
+    """
     heights = np.sort(depths)
-    levels = (np.cumsum(heights) + amount) / np.arange(1, len(heights) + 1)
+    levels = heights.cumsum()
+    levels += amount
+    levels /= np.arange(1, len(heights) + 1)
     is_below_next = levels[:-1] <= heights[1:]
-    first = int(is_below_next.argmax()) if is_below_next.any() else len(heights) - 1
-    return float(levels[first])
+    first = int(is_below_next.argmax()) if len(heights) > 1 else 0
+    is_found = len(heights) > 1 and is_below_next[first]
+    return float(levels[first if is_found else -1])
 
 
 def prefill_s(held: Floats, length: int, token_s: Floats, half_pair_s: Floats) -> Floats:

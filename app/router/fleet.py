@@ -26,6 +26,10 @@ KV_PRESSURE_FROM = 0.9
 KV_PRESSURE_S = 1.0
 """Cost of filling a replica's pages from `KV_PRESSURE_FROM` to the last: it preempts beyond."""
 
+MAX_TEACHERS = 64
+"""The step model learns from as many reports as so many replicas send; of more replicas' reports it
+takes a part. They come so fast that it would forget within milliseconds what it has seen."""
+
 PREFILL_SHARE_S = 10.0
 """Window of `ReplicaView.prefill_share`."""
 
@@ -63,6 +67,7 @@ class Fleet:
         views: by replica id.
         model: how long steps take; shared, since all replicas run one model.
         is_routable: bool [rows]; rows without a replica, or of one that is drained, are False.
+            Those have no `free_slots` either.
         drained: ids of replicas that get no new requests, whether they are known or not.
         Each name of `_COLUMNS` is an f64 [rows]: see `refresh`.
     """
@@ -97,6 +102,7 @@ class Fleet:
         self._num_outstanding = 0
         self._num_foreign = 0
         self._counted: list[tuple[int, int]] = []
+        self._num_untaught = 0  # reports since one that the model learned from
         self._view_of: list[ReplicaView | None] = []
         self._free_rows: list[int] = []
         self._table: Floats = np.zeros((len(_COLUMNS), 0))
@@ -107,6 +113,11 @@ class Fleet:
     def num_rows(self) -> int:
         """Length of the arrays; at least the number of replicas."""
         return len(self._view_of)
+
+    @property
+    def has_routable(self) -> bool:
+        """Whether any replica takes new requests."""
+        return bool(np.count_nonzero(self.is_routable))  # several times as fast as any()
 
     def set_max_waiting(self, max_waiting: int) -> None:
         """Change how many requests each replica may get beyond its slots."""
@@ -144,7 +155,13 @@ class Fleet:
     def update(self, view: ReplicaView, load: ReplicaLoad, sequence: int, now: float) -> None:
         """Take a replica's load, and learn from the steps that it has made."""
         before = view.load
-        ratio = self.model.observe(before, load) if before.num_steps else None
+        self._num_untaught += 1
+        ratio = None
+        if before.num_steps:
+            learns = self._num_untaught * MAX_TEACHERS >= len(self.views)
+            ratio = self.model.observe(before, load, learns=learns)
+            if learns:
+                self._num_untaught = 0
         if ratio is not None:
             ratio = min(max(ratio, 0.1), 10.0)
             view.slowness *= math.exp(SLOWNESS_WEIGHT * math.log(ratio / view.slowness))
@@ -167,16 +184,21 @@ class Fleet:
         # are never much older, and a decision need not work them out for every replica.
         costs, slowness = self.model.costs, view.slowness
         step_s = slowness * (costs.step + costs.context * load.num_decode_context_tokens)
-        token_s = slowness * costs.token + step_s / (load.max_chunk_tokens or math.inf)
-        pair_s = slowness * costs.pair
+        # A step takes as much of a prompt as `max_chunk_tokens` at its start would take time, so
+        # fewer tokens far into it: how many steps a prompt needs goes by time, not by tokens.
+        chunk_s = slowness * costs.token * load.max_chunk_tokens
+        stretch = slowness * (1 + step_s / chunk_s if chunk_s else 1.0)
+        token_s = stretch * costs.token
+        pair_s = stretch * costs.pair
         pending = load.num_pending_prefill_tokens + load.num_waiting_tokens
         pending_s = token_s * pending + pair_s * load.num_pending_pairs
         num_outstanding, num_foreign = view.num_outstanding, view.num_foreign
         self._count(view.row, num_outstanding, num_foreign)
         is_drained = view.replica_id in self.drained
-        self.is_routable[view.row] = view.is_routable and not is_drained
+        is_routable = view.is_routable and not is_drained
+        self.is_routable[view.row] = is_routable
         self._table[:, view.row] = (
-            view.free_slots(max_waiting=self._max_waiting),
+            view.free_slots(max_waiting=self._max_waiting) if is_routable else 0,
             free * load.page_size if num_outstanding and load.page_size else math.inf,
             num_outstanding,
             view.num_booked_tokens,
@@ -213,8 +235,11 @@ class Fleet:
         foreign, outstanding = self._num_foreign, self._num_outstanding
         if foreign < MIN_FOREIGN_SHARE * outstanding or outstanding == 0:
             return 0.0
-        age = now - float(self.loaded_at.sum()) / len(self.views)
-        return float(self.prefill_share.sum()) * age * foreign / outstanding
+        busy = float(np.add.reduce(self.prefill_share))  # half the time of sum()
+        if not busy:
+            return 0.0
+        age = now - float(np.add.reduce(self.loaded_at)) / len(self.views)
+        return busy * age * foreign / outstanding
 
     def routable(self) -> Iterator[ReplicaView]:
         """Yield the replicas that can take requests; those that are drained can."""

@@ -42,7 +42,7 @@ class PrefixIndex:
         self._live = 0
         self._num_dead = 0
         self._row_of: npt.NDArray[np.int64] = np.full(64, -1, np.int64)
-        self._live_rows: npt.NDArray[np.int64] | None = None  # of live columns, once asked for
+        self._is_live: npt.NDArray[np.float64] | None = None  # 1 at live rows, once asked for
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -93,14 +93,14 @@ class PrefixIndex:
             return
         self._live &= ~self._bits[column]
         self._row_of[column] = -1
-        self._live_rows = None
+        self._is_live = None
         self._num_dead += 1
         if self._num_dead > max(MIN_DEAD_COLUMNS, len(self._column_of)):
             self._sweep()
 
-    def match(self, keys: Sequence[bytes], num_rows: int) -> npt.NDArray[np.int64]:
-        """Return how many leading `keys` each replica holds, i64 [num_rows]; linear in `keys`."""
-        hits = np.zeros(num_rows, np.int64)
+    def match(self, keys: Sequence[bytes], num_rows: int) -> npt.NDArray[np.float64]:
+        """Return how many leading `keys` each replica holds, f64 [num_rows]; linear in `keys`."""
+        hits: npt.NDArray[np.float64] | None = None
         bits, live = self._bits, self._live
         mask, last = live, None
         depth = 0
@@ -113,16 +113,16 @@ class PrefixIndex:
             last = entry
             left = mask & (bits[entry] if entry >= 0 else -entry)
             if left != mask:
-                if depth:
-                    self._fill(hits, mask, depth)  # those of `left` are filled again, deeper
+                if depth:  # those of `left` are filled again, deeper
+                    hits = self._fill(hits, mask, depth, num_rows)
                 mask = left
                 if not mask:
                     break
         else:
             depth = len(keys)
         if mask and depth:
-            self._fill(hits, mask, depth)
-        return hits
+            hits = self._fill(hits, mask, depth, num_rows)
+        return np.zeros(num_rows) if hits is None else hits
 
     def _refresh(self, key: bytes) -> int | None:
         """Move a key that was looked up into the young generation; return its entry, if any."""
@@ -131,22 +131,32 @@ class PrefixIndex:
             self._young[key] = entry
         return entry
 
-    def _fill(self, hits: npt.NDArray[np.int64], mask: int, depth: int) -> None:
+    def _fill(
+        self, hits: npt.NDArray[np.float64] | None, mask: int, depth: int, num_rows: int
+    ) -> npt.NDArray[np.float64]:
+        """Note the depth at the rows of a mask, in `hits` or in a new array."""
+        if hits is None:
+            if mask == self._live:
+                return self._live_mask(num_rows) * depth
+            hits = np.zeros(num_rows)
         row_of = self._row_of
-        if mask == self._live:
-            if self._live_rows is None:
-                self._live_rows = row_of[row_of >= 0]
-            hits[self._live_rows] = depth
-            return
         if mask.bit_count() <= MAX_LISTED_BITS:
             while mask:
                 lowest = mask & -mask
                 hits[row_of[lowest.bit_length() - 1]] = depth
                 mask ^= lowest
-            return
+            return hits
         packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
-        columns = np.flatnonzero(np.unpackbits(packed, bitorder="little"))
-        hits[row_of[columns]] = depth
+        is_set = np.unpackbits(packed, bitorder="little").view(np.bool_)
+        hits[row_of[: len(is_set)][is_set]] = depth
+        return hits
+
+    def _live_mask(self, num_rows: int) -> npt.NDArray[np.float64]:
+        """Return 1 at the rows of replicas, and 0 elsewhere."""
+        if self._is_live is None or len(self._is_live) != num_rows:
+            self._is_live = np.zeros(num_rows)
+            self._is_live[self._row_of[self._row_of >= 0]] = 1.0
+        return self._is_live
 
     def _column(self, row: int) -> int:
         column = self._column_of.get(row)
@@ -160,7 +170,7 @@ class PrefixIndex:
                     self._row_of = np.concatenate([self._row_of, np.full(column, -1, np.int64)])
             self._column_of[row] = column
             self._row_of[column] = row
-            self._live_rows = None
+            self._is_live = None
             self._live |= self._bits[column]
         return column
 

@@ -75,8 +75,14 @@ class StepModel:
         self._scale = 0.5
         self._num_reports = 0
 
-    def observe(self, before: ReplicaLoad, after: ReplicaLoad) -> float | None:
-        """Learn from two loads of one replica.
+    def observe(
+        self, before: ReplicaLoad, after: ReplicaLoad, *, learns: bool = True
+    ) -> float | None:
+        """Compare two loads of one replica with the prediction, and learn from them.
+
+        Args:
+            before, after: one after the other; what lies between is one sample.
+            learns: false: only compare, which takes a fraction of the time.
 
         Returns:
             measured / predicted duration of the steps between them; None when there were none.
@@ -100,6 +106,12 @@ class StepModel:
         )
         if min(work) < 0 or predicted <= 0:
             return None
+        if learns:
+            self._learn(work, seconds, predicted)
+        return seconds / predicted
+
+    def _learn(self, work: tuple[int, int, int, int], seconds: float, predicted: float) -> None:
+        """Take a sample: its steps, tokens, pairs and context tokens, and how long they took."""
         error = abs(math.log(predicted / seconds))
         weight = min(1.0, 2 * self._scale / error) if error > 0 else 1.0
         self._scale += 0.01 * (min(error, 4 * self._scale) - self._scale)
@@ -119,7 +131,6 @@ class StepModel:
         self._num_reports += 1
         if self._num_reports < FIRST_REFITS or self._num_reports % REFIT_EVERY == 0:
             self._refit()
-        return seconds / predicted
 
     def _refit(self) -> None:
         """Solve for the coefficients in units of the prior; negative ones become 0."""

@@ -1,0 +1,85 @@
+"""Which replica a request is best given to: what each would cost, and the cheapest of those asked.
+
+Pure but for the ties, which are drawn. Knows the replicas and their pages, and nothing of queues
+or credit: the core says which rows may be chosen.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from app.router.admission import QueuedRequest
+from app.router.cached_pages import CachedPages
+from app.router.cost import Answer, Policy, Question
+from app.router.fleet import Bools, Fleet
+
+TIE_SHARE = 0.02
+TIE_S = 1e-3
+"""Costs so close to the lowest are equal to it: the prediction is no better."""
+
+
+class Placement:
+    """Rates the replicas of a fleet for one request after another."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        pages: CachedPages,
+        policy: Policy,
+        rng: random.Random,
+        *,
+        fetch_s_per_token: float,
+    ) -> None:
+        """Look at a fleet and its pages, which others keep up to date.
+
+        Args:
+            fleet: the replicas.
+            pages: what they have cached.
+            policy: rates them.
+            rng: breaks ties.
+            fetch_s_per_token: what a token in a replica's host tier costs.
+        """
+        self._fleet = fleet
+        self._pages = pages
+        self._policy = policy
+        self._rng = rng
+        self._fetch_s_per_token = fetch_s_per_token
+
+    def rate(self, request: QueuedRequest, now: float) -> tuple[Answer, Question]:
+        """Ask the policy about every row."""
+        fleet = self._fleet
+        held, on_device = self._pages.match(request.page_keys, fleet.num_rows)
+        held *= fleet.page_size
+        if on_device is not None:
+            on_device *= fleet.page_size
+        question = Question(
+            num_prompt_tokens=request.num_prompt_tokens,
+            max_tokens=request.max_tokens,
+            held_tokens=held,
+            device_tokens=on_device,
+            fetch_s_per_token=self._fetch_s_per_token,
+            is_tpot_wanted=request.tpot_target_s is not None,
+        )
+        return self._policy.rate(fleet, question, now), question
+
+    def cheapest(self, answer: Answer, candidates: Bools) -> int:
+        """Return the row of the lowest cost, ties at random."""
+        costs = np.where(candidates, answer.cost, np.inf)
+        lowest = float(costs[costs.argmin()])
+        bound = lowest + max(TIE_S, answer.tie_s) + TIE_SHARE * abs(lowest)
+        (ties,) = (costs <= bound).nonzero()
+        return int(ties[self._rng.randrange(len(ties))] if len(ties) > 1 else ties[0])
+
+    def allowed(self, request: QueuedRequest, rows: Bools) -> Bools:
+        """Return `rows` without those that the request excludes."""
+        if not request.excluded:
+            return rows
+        views = self._fleet.views
+        excluded = [views[name].row for name in request.excluded if name in views]
+        if not excluded:
+            return rows
+        allowed = rows.copy()
+        allowed[excluded] = False
+        return allowed
