@@ -29,7 +29,11 @@ from bench.report import ROOT
 from bench.router_real.client import Client
 from bench.router_sim.hardware import Hardware
 from bench.server_process import ServerCommand, running
-from replicas.engine.scheduler import MIN_PREFILL_BESIDE_DECODES, PREFILL_PER_DECODE
+from replicas.engine.scheduler import (
+    MIN_PREFILL_BESIDE_DECODES,
+    PREFILL_PER_DECODE,
+    PREFILL_PER_FURTHER_PROMPT,
+)
 from replicas.load_metrics import LOAD_FIELDS, load_metric_name
 from replicas.wire import ReplicaLoad
 
@@ -67,6 +71,7 @@ class Sizes:
             mixed_tokens=self.max_mixed_tokens,
             prefill_per_decode=PREFILL_PER_DECODE,
             min_prefill_tokens=MIN_PREFILL_BESIDE_DECODES,
+            prefill_per_further_prompt=PREFILL_PER_FURTHER_PROMPT,
             num_planned_steps=1,
             page_size=self.page_size,
             num_slots=self.num_slots,

@@ -23,7 +23,8 @@ class Hardware:
             `replicas.engine.scheduler.PrefillBudget`.
         break_even_context: position at which they count double.
         mixed_tokens: most tokens of a step that has decode rows, and `prefill_per_decode` prompt
-            tokens for each of them but at least `min_prefill_tokens`; None: as without any.
+            tokens for each of them but at least `min_prefill_tokens`, and
+            `prefill_per_further_prompt` for each prompt beside the first; None: as without any.
         num_planned_steps: steps that are planned while one runs: an arrival misses them.
         page_size: tokens of a page.
         num_slots: sequences at once.
@@ -43,6 +44,7 @@ class Hardware:
     mixed_tokens: int | None = None
     prefill_per_decode: int = 2
     min_prefill_tokens: int = 16
+    prefill_per_further_prompt: int = 16
     num_planned_steps: int = 0
     page_size: int = 512
     num_slots: int = 64
@@ -51,11 +53,17 @@ class Hardware:
     fetch_s: float = 3.3e-3
     start_s: float = 90.0
 
-    def prefill_tokens(self, num_decodes: int) -> int:
-        """Prompt tokens that a step takes beside so many decode rows, see `mixed_tokens`."""
+    def prefill_tokens(self, num_decodes: int, num_prompts: int) -> int:
+        """Prompt tokens that a step takes beside so many decode rows, see `mixed_tokens`.
+
+        Args:
+            num_decodes: rows.
+            num_prompts: unfinished ones that have, or could have, a slot.
+        """
         if self.mixed_tokens is None or not num_decodes:
             return self.chunk_tokens
         wanted = max(self.min_prefill_tokens, self.prefill_per_decode * num_decodes)
+        wanted += self.prefill_per_further_prompt * max(0, num_prompts - 1)
         return min(wanted, self.mixed_tokens - num_decodes)
 
     def step_s(self, num_tokens: int, num_pairs: float, num_context: float) -> float:

@@ -1,7 +1,8 @@
 """A modelled engine replica: continuous batching with chunked prefill, in steps of modelled time.
 
 Follows `replicas.engine.scheduler`: decode rows first, then prompts in order up to a budget by
-cost, pages for a whole prompt at admission, preemption of the youngest. Stretches of steps without
+cost, of which a new one must leave some to be admitted, pages for a whole prompt at admission,
+preemption of the youngest. Stretches of steps without
 prompts are one event: their end is known, and an arrival cuts them at a step's boundary.
 """
 
@@ -167,13 +168,12 @@ class SimReplica:
 
     def _begin(self, now: float) -> None:
         """Plan the next step, or stretch of decode steps."""
-        self._admit(now)
         self._started_at = now
         hardware = self.hardware
         num_decodes = len(self._decodes)
         self._chunks = []
-        if self._prefilling:
-            self._plan_chunks(now)
+        if self._prefilling or self._waiting:
+            self._plan_prompts(now)
         if self._chunks:
             self._num_iterations = 1
             num_tokens = num_decodes + sum(count for _, count in self._chunks)
@@ -194,51 +194,59 @@ class SimReplica:
         else:
             self.wakes_at = math.inf
 
-    def _admit(self, now: float) -> None:
-        pages = self.pages
-        while self._waiting:
-            num_running = len(self._prefilling) + len(self._decodes)
-            if num_running >= self.hardware.num_slots:
-                return
-            sequence = self._waiting[0]
-            if sequence.first_step > self._num_steps and num_running:
-                return
-            depth, held = pages.match(sequence.page_keys)
-            num_private = sequence.num_target // self.hardware.page_size + 1 - depth
-            spare = num_running if num_running else 0
-            if num_running and num_private + spare > pages.num_free:
-                return
-            if not pages.take(sequence.page_keys[:depth], num_private):
-                return
-            self._waiting.popleft()
-            sequence.keys = list(sequence.page_keys[:depth])
-            sequence.num_private = num_private
-            sequence.num_registered = depth
-            sequence.num_computed = min(held * self.hardware.page_size, sequence.num_target - 1)
-            if sequence.num_cached is None:
-                sequence.num_cached = sequence.num_computed
-            sequence.ready_at = now
-            if held > depth:
-                begins = max(now, self._link_free_at)
-                self._link_free_at = begins + (held - depth) * self.hardware.fetch_s
-                sequence.ready_at = self._link_free_at
-            self._prefilling.append(sequence)
-            self.is_changed = True
-
-    def _plan_chunks(self, now: float) -> None:
-        hardware = self.hardware
-        budget = float(hardware.prefill_tokens(len(self._decodes)))
+    def _plan_prompts(self, now: float) -> None:
+        """Fill the step: first with unfinished prompts, oldest first, then with new ones."""
+        num_free = self.hardware.num_slots - len(self._prefilling) - len(self._decodes)
+        num_prompts = len(self._prefilling) + min(len(self._waiting), num_free)
+        budget = float(self.hardware.prefill_tokens(len(self._decodes), num_prompts))
         for sequence in self._prefilling:
             if budget < 1:
                 return
-            if sequence.ready_at > now:
-                continue
-            left = sequence.num_target - sequence.num_computed
-            first = 1 + sequence.num_computed / hardware.break_even_context
-            root = math.sqrt(first * first + 2 * budget / hardware.break_even_context)
-            count = min(left, max(int(2 * budget / (first + root)), MIN_CHUNK_TOKENS))
-            budget -= count * first + count * count / (2 * hardware.break_even_context)
-            self._chunks.append((sequence, count))
+            if sequence.ready_at <= now:
+                budget -= self._take_chunk(sequence, budget)
+        while budget >= 1 and (sequence := self._admit(now)) is not None:
+            if sequence.ready_at <= now:
+                budget -= self._take_chunk(sequence, budget)
+
+    def _take_chunk(self, sequence: SimSequence, budget: float) -> float:
+        """Put as much of a prompt into the step as a budget allows; return what it costs of it."""
+        context = self.hardware.break_even_context
+        left = sequence.num_target - sequence.num_computed
+        first = 1 + sequence.num_computed / context
+        root = math.sqrt(first * first + 2 * budget / context)
+        count = min(left, max(int(2 * budget / (first + root)), MIN_CHUNK_TOKENS))
+        self._chunks.append((sequence, count))
+        return count * first + count * count / (2 * context)
+
+    def _admit(self, now: float) -> SimSequence | None:
+        """Give the first that waits a slot and pages; None when it has to wait."""
+        num_running = len(self._prefilling) + len(self._decodes)
+        if not self._waiting or num_running >= self.hardware.num_slots:
+            return None
+        sequence, pages, page_size = self._waiting[0], self.pages, self.hardware.page_size
+        if sequence.first_step > self._num_steps and num_running:
+            return None
+        depth, held = pages.match(sequence.page_keys)
+        num_private = sequence.num_target // page_size + 1 - depth
+        if num_running and num_private + num_running > pages.num_free:
+            return None
+        if not pages.take(sequence.page_keys[:depth], num_private):
+            return None
+        self._waiting.popleft()
+        sequence.keys = list(sequence.page_keys[:depth])
+        sequence.num_private = num_private
+        sequence.num_registered = depth
+        sequence.num_computed = min(held * page_size, sequence.num_target - 1)
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_computed
+        sequence.ready_at = now
+        if held > depth:
+            begins = max(now, self._link_free_at)
+            self._link_free_at = begins + (held - depth) * self.hardware.fetch_s
+            sequence.ready_at = self._link_free_at
+        self._prefilling.append(sequence)
+        self.is_changed = True
+        return sequence
 
     def _finish(self, now: float) -> None:
         """Account for what the stretch that ends now has computed."""

@@ -153,6 +153,7 @@ class Engine[StepT]:
         self._num_output_tokens = 0
         self._num_draft_tokens = 0
         self._num_accepted_tokens = 0
+        self._num_computed_tokens = 0
         self._num_prefill_tokens = 0
         self._num_prefill_pairs = 0
         self._num_context_tokens = 0
@@ -242,7 +243,7 @@ class Engine[StepT]:
         planned = self._clock()
         launched = None if plan is None else (plan, self._runner.launch(plan))
         if plan is not None:
-            self._count_launch(plan, planned)
+            self._note_starts(plan, planned)
         launched_at = self._clock()
         deltas = [self._end_delta(s, (), FinishReason.ABORT) for s in self._ended]
         self._ended.clear()
@@ -251,6 +252,7 @@ class Engine[StepT]:
             previous, handle = self._in_flight
             output = self._runner.fetch(handle)
             fetched_at = self._clock()
+            self._count(previous)
             deltas += self._postprocess(previous, output)
         if launched is not None and (indices := _guided_indices(launched[0])):
             launched = launched[0], self._runner.draw_guided(launched[1], indices)
@@ -291,7 +293,7 @@ class Engine[StepT]:
             num_waiting_tokens=pending.num_waiting_tokens,
             num_pending_pairs=pending.num_pairs,
             max_chunk_tokens=scheduler.max_mixed_tokens,
-            num_computed_tokens=self.stats.num_tokens,
+            num_computed_tokens=self._num_computed_tokens,
             num_prefill_tokens=self._num_prefill_tokens,
             num_prefill_pairs=self._num_prefill_pairs,
             num_context_tokens=self._num_context_tokens,
@@ -301,15 +303,25 @@ class Engine[StepT]:
     def _root_key(self, request: GenerateRequest) -> PageKey:
         return hash_root(self.model_info.fingerprint, request.cache_salt)
 
-    def _count_launch(self, plan: StepPlan, now: float) -> None:
+    def _count(self, plan: StepPlan) -> None:
+        """Count the work of a step that was waited for.
+
+        Not when it is launched: `busy_s` has its time only now, and who fits the one to the other
+        from report to report would give each step's time to the next one's work.
+        """
         self._num_steps += 1
+        self._num_computed_tokens += plan.num_tokens
         for part in plan.scheduled:
-            sequence, count = part.sequence, part.num_tokens
+            count = part.num_tokens
             if count - part.num_drafts == 1:
                 self._num_context_tokens += count * part.start
             else:
                 self._num_prefill_tokens += count
                 self._num_prefill_pairs += count * (2 * part.start + count) // 2
+
+    def _note_starts(self, plan: StepPlan, now: float) -> None:
+        for part in plan.scheduled:
+            sequence = part.sequence
             if sequence.first_step_s is None:
                 sequence.first_step_s = now
                 self._num_prompt_tokens += sequence.num_prompt_tokens

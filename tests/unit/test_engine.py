@@ -147,6 +147,14 @@ def test_the_routers_keys_are_taken_over_and_wrong_ones_are_not():
         assert run(engine)["b"][-1].result.num_cached_tokens == num_cached
 
 
+def test_the_load_counts_a_steps_work_when_it_has_its_time():
+    """Counted at the launch, each step's time would be fitted to the next one's work."""
+    engine, _ = make_engine(max_num_batched_tokens=64)
+    engine.add(make_request("a", prompt(100), max_tokens=5))
+    computed = [engine.step().load.num_computed_tokens for _ in range(4)]
+    assert computed == [0, 64, 100, 101]
+
+
 def test_the_load_tells_what_the_steps_computed():
     engine, runner = make_engine(max_num_batched_tokens=32)
     engine.add(make_request("a", prompt(100), max_tokens=5))
