@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench chaos soak scale clean
+.PHONY: help setup setup-dev serve test lint bench golden-http chaos soak scale clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -53,6 +53,9 @@ lint: setup-dev  ## format, style, types and import layers
 bench: setup-dev  ## measure the engine, then the whole service; results in bench/results/
 	@$(VENV_PYTHON) -m bench.engine
 	@$(VENV_PYTHON) -m bench.serve
+
+golden-http: setup-dev  ## serve every golden checkpoint over HTTP and compare its tokens
+	@$(VENV_PYTHON) -m bench.golden_http
 
 chaos: setup-dev  ## break a service of its own in every way; the table goes to docs/reliability.md
 	@$(VENV_PYTHON) -m tests.chaos --write

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import jax
 import numpy as np
 import numpy.typing as npt
 
@@ -64,8 +65,15 @@ class GoldenResult:
         )
 
 
-def compare(path: Path, *, quantization: Quantization = "none") -> GoldenResult:
+def compare(
+    path: Path, *, quantization: Quantization = "none", tensor_parallel: int = 1
+) -> GoldenResult:
     """Run one checkpoint directory against its golden.npz.
+
+    Args:
+        path: the directory.
+        quantization: of the weights.
+        tensor_parallel: devices that the engine draws its tokens on; logits are of one device.
 
     Raises:
         UnsupportedModelError: the family or an option is not built.
@@ -106,6 +114,7 @@ def compare(path: Path, *, quantization: Quantization = "none") -> GoldenResult:
             [prompts[i] for i in members],
             [max_tokens[i] for i in members],
             quantization=quantization,
+            tensor_parallel=tensor_parallel,
         )
         counts += [
             count_equal(
@@ -186,7 +195,8 @@ def generate_greedy(
             quantization=quantization,
             tensor_parallel=tensor_parallel,
             page_size=page_size,
-            num_pages=1 + len(prompts) * -(-longest // page_size),
+            # For all, on each of the devices where these hold pages of their own.
+            num_pages=tensor_parallel * (1 + len(prompts) * -(-longest // page_size)),
             max_num_seqs=max(8, len(prompts)),
             max_model_len=longest,
             max_num_batched_tokens=chunk_size,
@@ -243,15 +253,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.golden", description=__doc__)
     parser.add_argument("directories", nargs="+", type=Path, metavar="DIR")
     parser.add_argument("--quantization", choices=list(MAX_LOGIT_ERR), default="none")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="devices of the engine")
     parser.add_argument("--table", action="store_true", help="print the table of docs/models.md")
     args = parser.parse_args(argv)
     if args.table:
         print(make_table(args.directories))
         return 0
+    if args.tensor_parallel > 1:
+        jax.config.update("jax_num_cpu_devices", args.tensor_parallel)
     has_failed = False
     for path in args.directories:
         try:
-            result = compare(path, quantization=args.quantization)
+            result = compare(
+                path, quantization=args.quantization, tensor_parallel=args.tensor_parallel
+            )
         except UnsupportedModelError as error:
             print(json.dumps({"name": path.name, "status": f"unsupported: {error}"}), flush=True)
             continue

@@ -152,13 +152,17 @@ def make_engine(
     enable_prefix_caching: bool = True,
     eos_token_ids: tuple[int, ...] = (),
     max_drafts: int = 0,
+    num_page_groups: int = 1,
     seed: int = 0,
 ) -> tuple[Engine, FakeRunner]:
     """An engine on a fake device, which speculates if `max_drafts` is above 0."""
     sizes = {"num_pages": num_pages, "page_size": page_size, "num_slots": max_num_seqs}
     runner = DraftingFakeRunner(**sizes, seed=seed) if max_drafts else FakeRunner(**sizes)
+    allocator = PageAllocator(
+        num_pages, num_groups=num_page_groups, enable_prefix_caching=enable_prefix_caching
+    )
     scheduler = Scheduler(
-        PageAllocator(num_pages, enable_prefix_caching=enable_prefix_caching),
+        allocator,
         page_size=page_size,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -169,7 +173,7 @@ def make_engine(
     info = ModelInfo(
         model_id="fake",
         max_model_len=4096,
-        max_request_tokens=(num_pages - 1) * page_size,
+        max_request_tokens=allocator.max_per_sequence * page_size,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=eos_token_ids,
         fingerprint="fake",

@@ -1,4 +1,4 @@
-"""Random checkpoints of every dense family against `tests.naive_dense`.
+"""Random checkpoints of every family against `tests.naive_dense` and `tests.naive_moe`.
 
     python -m tests.fuzz_models [--seeds 0:40] [--families llama,phi3]
 
@@ -24,35 +24,23 @@ from bench.arguments import integer_range
 from bench.paged_forward import PagedForward
 from replicas.models.param_spec import ParamSpec
 from replicas.models.registry import get_family, load_model_config
-from tests.naive_dense import FAMILIES, NaiveDense
+from tests.draws import ACTIVATIONS, Draw, draw_scaling
+from tests.moe_draws import draw_moe_config
+from tests.naive_dense import FAMILIES as DENSE_FAMILIES
+from tests.naive_dense import NaiveDense
+from tests.naive_moe import FAMILIES as MOE_FAMILIES
+from tests.naive_moe import NaiveMoE
 
 _ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM", "glm4": "Glm4ForCausalLM"}
-_ACTIVATIONS = ("silu", "silu", "gelu", "gelu_pytorch_tanh", "relu")
 _MAX_LEN = 96
-
-
-class Draw:
-    """Choices from one seed, other ones for each family."""
-
-    def __init__(self, family: str, seed: int) -> None:
-        self._rng = np.random.default_rng([seed, *family.encode()])
-
-    def one(self, *options: Any) -> Any:
-        """One of the options."""
-        return options[int(self._rng.integers(len(options)))]
-
-    def chance(self, probability: float) -> bool:
-        """True with this probability."""
-        return bool(self._rng.random() < probability)
-
-    def number(self, low: float, high: float) -> float:
-        """A number in [low, high)."""
-        return round(float(self._rng.uniform(low, high)), 3)
+FAMILIES = (*DENSE_FAMILIES, *MOE_FAMILIES)
 
 
 def draw_config(family: str, seed: int) -> dict[str, Any]:
     """Return a random config.json of a family; each key is one that its class reads."""
     draw = Draw(family, seed)
+    if family in MOE_FAMILIES:
+        return draw_moe_config(family, draw)
     num_kv_heads = draw.one(1, 2, 3, 4)
     num_heads = num_kv_heads * draw.one(1, 1, 2, 3)
     num_layers = draw.one(1, 2, 3)
@@ -82,7 +70,7 @@ def draw_config(family: str, seed: int) -> dict[str, Any]:
         raw["num_key_value_heads"] = None
     key = "hidden_activation" if family == "gemma3_text" else "hidden_act"
     if draw.chance(0.6):
-        raw[key] = draw.one(*_ACTIVATIONS)
+        raw[key] = draw.one(*ACTIVATIONS)
     if family in ("llama", "qwen3", "gemma3_text", "glm4"):
         raw["attention_bias"] = draw.chance(0.5)
     if family == "llama":
@@ -126,7 +114,7 @@ def _draw_rope(raw: dict[str, Any], family: str, draw: Draw) -> None:
     theta = draw.one(100.0, 10_000.0, 500_000.0)
     kinds = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
     kind = draw.one("default", "longrope") if family == "phi3" else draw.one(*kinds)
-    scaling = _draw_scaling(kind, int(head_dim * partial) // 2, draw)
+    scaling = draw_scaling(kind, int(head_dim * partial) // 2, draw)
     if family == "phi3" and kind == "longrope":
         raw["original_max_position_embeddings"] = scaling.pop("original_max_position_embeddings")
     if family in ("glm4", "phi3") and partial != 1.0:
@@ -142,26 +130,6 @@ def _draw_rope(raw: dict[str, Any], family: str, draw: Draw) -> None:
         raw["rope_theta"] = theta
         if kind != "default":
             raw["rope_scaling"] = scaling
-
-
-def _draw_scaling(kind: str, num_pairs: int, draw: Draw) -> dict[str, Any]:
-    scaling: dict[str, Any] = {"rope_type": kind}
-    if kind in ("linear", "dynamic", "llama3", "yarn"):
-        scaling["factor"] = draw.one(2.0, 4.0)
-    if kind == "llama3":
-        scaling |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-        scaling["original_max_position_embeddings"] = 32
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = 32
-        if draw.chance(0.5):
-            scaling |= {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": draw.chance(0.5)}
-        if draw.chance(0.4):
-            scaling |= draw.one({"attention_factor": 1.3}, {"mscale": 0.7, "mscale_all_dim": 1.2})
-    if kind == "longrope":
-        scaling["short_factor"] = [draw.number(1, 2) for _ in range(num_pairs)]
-        scaling["long_factor"] = [draw.number(2, 4) for _ in range(num_pairs)]
-        scaling["original_max_position_embeddings"] = draw.one(32, 112)
-    return scaling
 
 
 def _draw_gemma_ropes(raw: dict[str, Any], draw: Draw) -> None:
@@ -208,7 +176,8 @@ def largest_error(family: str, seed: int, path: Path) -> float:
     raw = draw_config(family, seed)
     write_random(path, raw, seed=seed)
     prompt = np.random.default_rng(seed).integers(4, raw["vocab_size"], 40).tolist()
-    expected = NaiveDense(path).logits(prompt)
+    naive = NaiveMoE(path) if family in MOE_FAMILIES else NaiveDense(path)
+    expected = naive.logits(prompt)
     # longrope: an engine takes the frequencies by its longest text, the reference by each text.
     rope = load_model_config(path).rope
     original = rope.original_max_position_embeddings

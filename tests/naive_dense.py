@@ -70,7 +70,7 @@ class NaiveDense:
         else:
             gate, up = (self._linear(x, f"{prefix}.{name}_proj") for name in ("gate", "up"))
         key = "hidden_activation" if self._family == "gemma3_text" else "hidden_act"
-        return self._linear(_activate(gate, getattr(self._config, key)) * up, f"{prefix}.down_proj")
+        return self._linear(activate(gate, getattr(self._config, key)) * up, f"{prefix}.down_proj")
 
     def _attend(self, x: np.ndarray, layer: str, index: int) -> np.ndarray:
         config, prefix, dim = self._config, f"{layer}.self_attn", self._head_dim
@@ -141,7 +141,7 @@ class NaiveDense:
         return x / np.sqrt(mean_square + self._config.rms_norm_eps) * weight
 
 
-def _activate(x: np.ndarray, name: str) -> np.ndarray:
+def activate(x: np.ndarray, name: str) -> np.ndarray:
     if name in ("silu", "swish"):
         return x / (1 + np.exp(-x))
     if name == "relu":

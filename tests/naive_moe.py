@@ -1,7 +1,7 @@
-"""The families with experts in numpy f64, from config.json and the tensors alone.
+"""The families with experts in numpy f64, their config.json read by transformers' own classes.
 
-Like `tests.naive`: no cache, no batch, no sorting of rows, keys and values of latent attention
-expanded. For tiny checkpoints.
+Like `tests.naive_dense`: no cache, no batch, no sorting of rows, keys and values of latent
+attention expanded. Shares nothing with the product. For tiny checkpoints.
 """
 
 from __future__ import annotations
@@ -14,14 +14,28 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file
+from transformers import CONFIG_MAPPING
+
+from tests.naive_dense import activate
+from tests.naive_rope import naive_rope
+
+FAMILIES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "kimi_k2")
 
 
 class NaiveMoE:
-    """The model of a checkpoint directory of mixtral, qwen3_moe, gpt_oss or deepseek_v3."""
+    """The model of a checkpoint directory of one of `FAMILIES`."""
 
     def __init__(self, path: Path) -> None:
-        self._raw: dict[str, Any] = json.loads((path / "config.json").read_text())
-        self._family = self._raw["model_type"]
+        stated = json.loads((path / "config.json").read_text())
+        self._family: str = stated["model_type"]
+        # Kimi-K2 has no class of its own there: its checkpoints come with a copy of DeepSeek-V3's.
+        name = "deepseek_v3" if self._family == "kimi_k2" else self._family
+        # Every key, absent ones as the reference reads them.
+        self._raw: dict[str, Any] = CONFIG_MAPPING[name].from_dict(stated).to_dict()
+        head_dim = self._raw.get("head_dim")
+        self._head_dim: int = (
+            head_dim or self._raw["hidden_size"] // self._raw["num_attention_heads"]
+        )
         self._tensors = {
             name: tensor.astype(np.float64)
             for name, tensor in load_file(path / "model.safetensors").items()
@@ -38,7 +52,8 @@ class NaiveMoE:
             hidden = hidden + attend(normed, f"{prefix}.self_attn", i)
             normed = self._norm(hidden, f"{prefix}.post_attention_layernorm", raw["rms_norm_eps"])
             hidden = hidden + self._mlp(normed, prefix)
-        return self._linear(self._norm(hidden, "model.norm", raw["rms_norm_eps"]), "lm_head")
+        head = "model.embed_tokens" if raw["tie_word_embeddings"] else "lm_head"
+        return self._linear(self._norm(hidden, "model.norm", raw["rms_norm_eps"]), head)
 
     def _mlp(self, x: np.ndarray, prefix: str) -> np.ndarray:
         if f"{prefix}.mlp.gate_proj.weight" in self._tensors:
@@ -86,7 +101,8 @@ class NaiveMoE:
 
     def _gated(self, x: np.ndarray, prefix: str, names: Sequence[str]) -> np.ndarray:
         gate, up = (self._linear(x, f"{prefix}.{name}") for name in names[:2])
-        return self._linear(gate / (1 + np.exp(-gate)) * up, f"{prefix}.{names[2]}")
+        gated = activate(gate, self._raw["hidden_act"]) * up
+        return self._linear(gated, f"{prefix}.{names[2]}")
 
     def _clamped(self, x: np.ndarray, prefix: str, expert: int) -> np.ndarray:
         def project(x: np.ndarray, name: str) -> np.ndarray:
@@ -102,7 +118,7 @@ class NaiveMoE:
     def _attend(self, x: np.ndarray, prefix: str, layer: int) -> np.ndarray:
         raw, length = self._raw, len(x)
         q, k, v = (
-            self._linear(x, f"{prefix}.{name}_proj").reshape(length, -1, raw["head_dim"])
+            self._linear(x, f"{prefix}.{name}_proj").reshape(length, -1, self._head_dim)
             for name in "qkv"
         )
         if f"{prefix}.q_norm.weight" in self._tensors:
@@ -111,10 +127,10 @@ class NaiveMoE:
         q, k = self._rotate(q), self._rotate(k)
         k, v = (np.repeat(part, q.shape[1] // k.shape[1], axis=1) for part in (k, v))
         window = raw.get("sliding_window")
-        if "layer_types" in raw and raw["layer_types"][layer] == "full_attention":
+        if self._family == "gpt_oss" and raw["layer_types"][layer] == "full_attention":
             window = None
         sinks = self._tensors.get(f"{prefix}.sinks")
-        out = _attention(q, k, v, scale=raw["head_dim"] ** -0.5, window=window, sinks=sinks)
+        out = _attention(q, k, v, scale=self._head_dim**-0.5, window=window, sinks=sinks)
         return self._linear(out, f"{prefix}.o_proj")
 
     def _attend_latent(self, x: np.ndarray, prefix: str, layer: int) -> np.ndarray:
@@ -144,37 +160,14 @@ class NaiveMoE:
         return self._linear(_attention(q, k, kv[..., plain:], scale=scale), f"{prefix}.o_proj")
 
     def _rotate(self, x: np.ndarray, *, is_interleaved: bool = False) -> np.ndarray:
-        rope, dim = self._raw["rope_parameters"], x.shape[-1]
-        frequencies = rope["rope_theta"] ** -(np.arange(0, dim, 2) / dim)
-        factor = 1.0
-        if rope["rope_type"] == "yarn":
-            frequencies, factor = self._yarn(frequencies, dim)
-        angles = np.arange(len(x))[:, None, None] * frequencies
+        frequencies, factor = naive_rope(self._raw, rotary_dim=x.shape[-1], length=len(x))
+        angles = np.arange(len(x))[:, None, None] * np.asarray(frequencies)
         cos, sin = factor * np.cos(angles), factor * np.sin(angles)
         if is_interleaved:
             first, second = x[..., 0::2], x[..., 1::2]
         else:
             first, second = np.split(x, 2, axis=-1)
         return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-    def _yarn(self, frequencies: np.ndarray, dim: int) -> tuple[np.ndarray, float]:
-        rope = self._raw["rope_parameters"]
-        length, theta = rope["original_max_position_embeddings"], rope["rope_theta"]
-        low, high = (
-            dim * math.log(length / (rope[key] * 2 * math.pi)) / (2 * math.log(theta))
-            for key in ("beta_fast", "beta_slow")
-        )
-        if rope.get("truncate", True):
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
-        ramp = np.clip((np.arange(dim // 2) - low) / (high - low), 0, 1)
-        factor = rope["factor"]
-        scaled = frequencies / factor * ramp + frequencies * (1 - ramp)
-        mscales = [
-            0.1 * rope.get(key, default) * math.log(factor) + 1
-            for key, default in (("mscale", 1.0), ("mscale_all_dim", 0.0))
-        ]
-        return scaled, mscales[0] / mscales[1]
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
         return x @ self._tensors[f"{name}.weight"].T + self._tensors.get(f"{name}.bias", 0.0)
@@ -198,8 +191,9 @@ def _attention(
     distance = np.arange(length)[:, None] - np.arange(length)[None, :]
     is_seen = (distance >= 0) & (distance < (window or length))
     scores = np.where(is_seen[None], np.einsum("qhd,khd->hqk", q, k) * scale, -np.inf)
-    weights = np.exp(scores)
+    highest = scores.max(axis=2, keepdims=True)
+    weights = np.exp(scores - highest)
     total = weights.sum(axis=2, keepdims=True)
     if sinks is not None:
-        total = total + np.exp(sinks)[:, None, None]
+        total = total + np.exp(sinks[:, None, None] - highest)
     return np.einsum("hqk,khd->qhd", weights / total, v).reshape(length, -1)

@@ -20,7 +20,7 @@ from replicas.models.kv_cache import bytes_per_page
 from replicas.models.packing import abstract_packed_params
 from replicas.models.quantize import abstract_quantized_params
 from replicas.models.registry import get_family
-from replicas.models.sharding import param_shardings
+from replicas.models.sharding import num_page_groups, param_shardings
 from replicas.models.weights import abstract_params
 
 HBM_SHARE = 0.92
@@ -97,10 +97,11 @@ def page_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
 def choose_num_pages(
     config: EngineConfig, model_config: ModelConfig, *, weight_bytes: int, device_kind: str
 ) -> int:
-    """Return the number of pages, the null page included.
+    """Return the number of pages, null pages included.
 
     `num_pages` counts them; else `kv_cache_bytes` holds them; else they take what the weights leave
-    of `memory_bytes`; else, on a TPU, what they leave of 92% of its memory.
+    of `memory_bytes`; else, on a TPU, what they leave of 92% of its memory. Where each device holds
+    pages of its own, all have as many, at least `num_pages` in all.
 
     Args:
         config: resolved, but for its pages.
@@ -111,23 +112,26 @@ def choose_num_pages(
     Raises:
         ValueError: there is no room for a page; names the setting to change.
     """
+    num_groups = num_page_groups(model_config, config.tensor_parallel)
     if config.num_pages is not None:
-        return config.num_pages
+        return max(2, -(-config.num_pages // num_groups)) * num_groups
     size = page_bytes(config, model_config)
     if config.kv_cache_bytes is not None or (
         config.memory_bytes is None and config.platform != "tpu"
     ):
         kv_bytes = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        num_pages = 1 + kv_bytes // size
-        if num_pages < 2:
+        num_pages = num_groups * (1 + kv_bytes // size // num_groups)
+        if num_pages < 2 * num_groups:
             raise ValueError(
-                f"kv_cache_bytes {kv_bytes} holds no page of {size} bytes: raise it, or lower "
-                f"page_size ({config.page_size})"
+                f"kv_cache_bytes {kv_bytes} holds no page of {size} bytes"
+                f"{' on each device' if num_groups > 1 else ''}: raise it, or lower page_size "
+                f"({config.page_size})"
             )
         return num_pages
     budget = memory_budget(config, device_kind)
     num_pages = (budget - weight_bytes) // (size // config.tensor_parallel)
-    if num_pages < 2:
+    num_pages -= num_pages % num_groups
+    if num_pages < 2 * num_groups:
         raise NoRoom(
             f"the weights take {weight_bytes / 1e9:.2f} of the {budget / 1e9:.2f} GB that a device "
             f"has for weights and KV pages, and a page {size / config.tensor_parallel / 1e9:.3f}: "

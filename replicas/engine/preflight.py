@@ -30,7 +30,7 @@ from replicas.engine.model_runner import ModelRunner
 from replicas.engine.startup import EnginePlan
 from replicas.engine.step_time import Group, StepTime, measure_sizes, predict_step
 from replicas.engine.tpu_chips import Chip
-from replicas.models.sharding import TENSOR_AXIS
+from replicas.models.sharding import TENSOR_AXIS, num_page_groups
 
 DEFAULT_CONTEXT = 2048
 _MAX_DEVICES = 64
@@ -76,7 +76,7 @@ class MemoryCheck:
         num_devices: of a replica.
         weight_bytes: of the model.
         kv_bytes: of all pages.
-        num_pages: of the replica, the null page included.
+        num_pages: of the replica, null pages included.
         num_tokens: that the pages hold.
         num_full_length: sequences of `max_model_len` that they hold.
     """
@@ -96,7 +96,8 @@ def check_memory(plan: EnginePlan, chip: Chip) -> MemoryCheck:
     assert config.num_pages is not None
     assert config.page_size is not None
     assert config.max_model_len is not None
-    num_tokens = (config.num_pages - 1) * config.page_size
+    num_groups = num_page_groups(plan.model_config, config.tensor_parallel)  # a null page each
+    num_tokens = (config.num_pages - num_groups) * config.page_size
     size = page_bytes(config, plan.model_config) // config.tensor_parallel
     return MemoryCheck(
         chip=chip,

@@ -335,11 +335,14 @@ class Scheduler:
         """
         num_tokens = sequence.num_tokens
         keys = sequence.page_keys(page_size=self.page_size, num_tokens=sequence.max_cached_tokens)
-        matched = self.allocator.match(keys)
-        count = -(-num_tokens // self.page_size) - len(matched)
+        count = -(-num_tokens // self.page_size)
+        group = self.allocator.choose_group(keys, count)
+        matched = self.allocator.match(keys, group=group)
+        count -= len(matched)
+        num_left = self.allocator.num_free_in(group) - count
         pages = None
-        if count + len(self._running) <= self.allocator.num_free or not self._running:
-            pages = self.allocator.allocate(count)
+        if num_left >= len(self._running_in(group)) or not self._running:
+            pages = self.allocator.allocate(count, group=group)
         if pages is None:
             self.allocator.release(matched)
             return False
@@ -355,18 +358,26 @@ class Scheduler:
         bisect.insort(self._prefilling, sequence, key=_order_of)
         return True
 
+    def _running_in(self, group: int) -> list[Sequence]:
+        """Sequences whose pages are of a group, oldest first."""
+        if self.allocator.num_groups == 1:
+            return self._running
+        group_of = self.allocator.group_of
+        return [s for s in self._running if group_of(s.page_ids[0]) == group]
+
     def _reserve(self, sequence: Sequence) -> bool:
         """Make room for the sequence's next token; False if it has to wait for older ones.
 
-        The oldest sequence can always take every other's pages, so it always advances.
+        The oldest sequence of a group can always take every other's pages, so it always advances.
         """
         num_tokens = sequence.max_num_tokens
         while num_tokens > len(sequence.page_ids) * self.page_size:
-            pages = self.allocator.allocate(1)
+            group = self.allocator.group_of(sequence.page_ids[0])
+            pages = self.allocator.allocate(1, group=group)
             if pages is not None:
                 sequence.page_ids += pages
                 continue
-            youngest = self._running[-1]
+            youngest = self._running_in(group)[-1]
             if youngest is sequence:
                 return False
             self._leave_slot(youngest, SequenceStatus.WAITING)
@@ -389,7 +400,8 @@ class Scheduler:
         num_tokens = sequence.max_num_tokens
         end = min(num_tokens + wanted, sequence.max_total_tokens)
         while end > len(sequence.page_ids) * self.page_size:
-            pages = self.allocator.allocate(1)
+            group = self.allocator.group_of(sequence.page_ids[0])
+            pages = self.allocator.allocate(1, group=group)
             if pages is None:
                 return len(sequence.page_ids) * self.page_size - num_tokens
             sequence.page_ids += pages

@@ -46,6 +46,7 @@ from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
     kv_pages_sharding,
     make_mesh,
+    num_page_groups,
     param_shardings,
     shard_forward,
     shard_logits,
@@ -230,8 +231,13 @@ def build_engine(
     if store is not None:
         logger.info("programs: %d loaded, %d compiled", store.num_loaded, store.num_compiled)
     logger.info("engine ready after %.1f s", time.monotonic() - started_s)
+    allocator = PageAllocator(
+        config.num_pages,
+        num_groups=num_page_groups(model_config, config.tensor_parallel),
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
     scheduler = Scheduler(
-        PageAllocator(config.num_pages, enable_prefix_caching=config.enable_prefix_caching),
+        allocator,
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -242,7 +248,7 @@ def build_engine(
     model_info = ModelInfo(
         model_id=parse_source(config.model).name,
         max_model_len=config.max_model_len,
-        max_request_tokens=min(config.max_model_len, (config.num_pages - 1) * config.page_size),
+        max_request_tokens=min(config.max_model_len, allocator.max_per_sequence * config.page_size),
         vocab_size=model_config.vocab_size,
         eos_token_ids=model_config.eos_token_ids,
         fingerprint=plan.fingerprint[:16],

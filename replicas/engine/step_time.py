@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from replicas.config import EngineConfig, ModelConfig
 from replicas.engine.memory_plan import device_bytes
@@ -32,7 +33,7 @@ class StepSizes:
         num_layers: L.
         hidden_size: M.
         ffn_size: F on this device.
-        num_heads: H on this device.
+        num_heads: H that this device attends with: all, where attention is by sequence.
         layer_bytes: weights of all layers, without those of routed experts.
         layer_flops: of their matmuls, per token.
         expert_bytes: weights of the routed experts of all layers.
@@ -42,7 +43,10 @@ class StepSizes:
         head_flops: per row of logits.
         is_int8: whether matmuls are of 8-bit integers.
         is_kv_int8: whether pages are.
-        kv_token_bytes: KV of one token, all layers.
+        kv_token_bytes: KV of one token, all layers; of all tokens' on average, where each is on one
+            device.
+        exchanged_bytes: of a token in a layer, where attention is by sequence: queries that are
+            gathered from all devices, and outputs that are scattered over them; else 0.
     """
 
     num_devices: int
@@ -60,6 +64,7 @@ class StepSizes:
     is_int8: bool
     is_kv_int8: bool
     kv_token_bytes: int
+    exchanged_bytes: int = 0
 
     def read_bytes(self, num_tokens: int) -> float:
         """Weights of the layers that a step reads: experts that no token goes to it does not.
@@ -99,7 +104,7 @@ class StepTime:
         attention_s: over the pages.
         activation_s: residual stream, norms and activations between operations.
         launch_s: of kernels.
-        collective_s: two all-reduces per layer.
+        collective_s: two all-reduces per layer, and what attention by sequence exchanges.
     """
 
     bound_s: float
@@ -136,12 +141,17 @@ def measure_sizes(
     ]
     expert_elements = _matrix_elements(experts)
     ffn_size = model_config.intermediate_size if moe is None else moe.active_intermediate_size
+    mla = model_config.mla
+    exchanged_bytes = 0
+    if mla is not None:
+        numbers = model_config.num_heads * (mla.cache_dim + mla.kv_lora_rank)
+        exchanged_bytes = numbers * jnp.dtype(config.dtype).itemsize
     return StepSizes(
         num_devices=num_devices,
         num_layers=model_config.num_layers,
         hidden_size=model_config.hidden_size,
         ffn_size=ffn_size // num_devices,
-        num_heads=model_config.num_heads // num_devices,
+        num_heads=model_config.num_heads // (1 if mla is not None else num_devices),
         layer_bytes=device_bytes(weights.layers) - device_bytes(experts),
         layer_flops=2 * (_matrix_elements(weights.layers) - expert_elements) // num_devices,
         expert_bytes=device_bytes(experts),
@@ -152,6 +162,7 @@ def measure_sizes(
         is_int8=config.quantization == "int8",
         is_kv_int8=config.kv_cache_dtype == "int8",
         kv_token_bytes=page_bytes // config.page_size // num_devices,
+        exchanged_bytes=exchanged_bytes,
     )
 
 
@@ -204,8 +215,12 @@ def _collective_s(sizes: StepSizes, chip: Chip, num_tokens: int) -> float:
     if sizes.num_devices == 1:
         return 0.0
     reduced = 4 * num_tokens * sizes.hidden_size
-    share = 2 * (sizes.num_devices - 1) / sizes.num_devices
-    return 2 * sizes.num_layers * (reduced * share / chip.ici_bytes_per_s + LAUNCH_S)
+    others = (sizes.num_devices - 1) / sizes.num_devices
+    layer_s = 2 * (reduced * 2 * others / chip.ici_bytes_per_s + LAUNCH_S)
+    if sizes.exchanged_bytes:
+        layer_s += num_tokens * sizes.exchanged_bytes * others / chip.ici_bytes_per_s
+        layer_s += 2 * LAUNCH_S
+    return sizes.num_layers * layer_s
 
 
 def _is_experts(node: Any) -> bool:

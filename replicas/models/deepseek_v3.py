@@ -6,9 +6,11 @@ The layers that predict further tokens (MTP) are not computed; their tensors are
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 from replicas.config import MLAConfig, ModelConfig, MoEConfig
 from replicas.models import decoder, hf_config, mla, moe
+from replicas.models.data_parallel import find_own_sequences
 from replicas.models.decoder_params import (
     DecoderParams,
     GatedMlpParams,
@@ -16,9 +18,14 @@ from replicas.models.decoder_params import (
     pre_norm_specs,
 )
 from replicas.models.hf_config import RawConfig, ReferenceDefaults
+from replicas.models.inputs import ModelInputs
+from replicas.models.kv_cache import Attention, KVPages
 from replicas.models.moe_config import read_count, read_experts_per_tok, read_num_experts
 from replicas.models.moe_params import MoEParams, expert_specs, router_specs
 from replicas.models.rope_config import read_rope, yarn_mscale
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float32
 
 _DEFAULTS = ReferenceDefaults(
     vocab_size=129_280,
@@ -119,13 +126,37 @@ def param_specs(config: ModelConfig, *, num_shards: int = 1) -> DecoderParams:
     )
 
 
-forward = functools.partial(
-    decoder.forward,
-    run_layer=functools.partial(
-        decoder.pre_norm_layer, attend=mla.attend_latents, run_mlp=moe.run_mlp
-    ),
-)
-"""Run one step; see `decoder.forward`. `attention` is of `kernels.mla_reference`'s signature."""
+def forward(
+    params: DecoderParams,
+    kv_pages: KVPages,
+    inputs: ModelInputs,
+    config: ModelConfig,
+    *,
+    attention: Attention,
+    axis_name: str | None = None,
+) -> tuple[Float32[Array, "T M"], KVPages]:
+    """Run one step; see `decoder.forward`. `attention` is of `kernels.mla_reference`'s signature.
+
+    With `axis_name`, `kv_pages` are those of this device's sequences.
+    """
+    own = None
+    if axis_name is not None:
+        assert isinstance(kv_pages, tuple)
+        num_pages = kv_pages[0].shape[0]
+        own = find_own_sequences(inputs, num_pages=num_pages, axis_name=axis_name)
+    return decoder.forward(
+        params,
+        kv_pages,
+        inputs,
+        config,
+        attention=attention,
+        axis_name=axis_name,
+        run_layer=functools.partial(
+            decoder.pre_norm_layer,
+            attend=functools.partial(mla.attend_latents, own=own),
+            run_mlp=moe.run_mlp,
+        ),
+    )
 
 
 def _read_latent_attention(raw: RawConfig) -> MLAConfig:

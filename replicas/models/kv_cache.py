@@ -63,10 +63,7 @@ def bytes_per_page(
     num_shards: int = 1,
     fills_lanes: bool = False,
 ) -> int:
-    """Return the bytes of one page over all layers and devices.
-
-    Those of int8 include scales; latents are whole on every device.
-    """
+    """Return the bytes of one page over all layers and devices; those of int8 include scales."""
     _, num_kv_rows, num_rows, row_size = kv_pages_shape(
         config,
         num_pages=1,
@@ -77,8 +74,7 @@ def bytes_per_page(
     page_bytes = num_kv_rows * num_rows * row_size * jnp.dtype(dtype).itemsize
     if jnp.dtype(dtype) == jnp.int8:
         page_bytes += num_kv_rows * page_size * _SCALE_BYTES
-    num_copies = num_shards if config.mla is not None else 1
-    return config.num_layers * page_bytes * num_copies
+    return config.num_layers * page_bytes
 
 
 def allocate_kv_pages(

@@ -3,7 +3,8 @@
 A row is the latent that keys and values of all heads are projections of, then one rotated key part
 for all heads. The up-projections are absorbed: queries are taken to the latent space and the
 weighted latents out of it, so that a step never sees the keys of a head. Written for one shard:
-heads are sharded, the latents are whole on every device. Invariant: as in `decoder`.
+projections are sharded by head, the cache by sequence (`data_parallel`). Invariant: as in
+`decoder`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from jax import lax
 
 from replicas.config import ModelConfig
 from replicas.models import layers
+from replicas.models.data_parallel import OwnSequences
 from replicas.models.decoder import StepContext, project_heads_out
 from replicas.models.decoder_params import Pack, norm_spec
 from replicas.models.derived_spec import ConvertedSpec
@@ -74,8 +76,13 @@ def attend_latents(
     kv_pages: KVPages,
     index: int,
     step: StepContext,
+    *,
+    own: OwnSequences | None = None,
 ) -> tuple[Float32[Array, "T M"], KVPages]:
-    """Project, rotate, attend over the latents of layer `index` and project back."""
+    """Project, rotate, attend over the latents of layer `index` and project back.
+
+    With `own`, which a mesh needs, this device holds and attends over some sequences only.
+    """
     config, num_tokens = step.config, step.inputs.num_tokens
     mla = config.mla
     assert mla is not None
@@ -99,17 +106,27 @@ def attend_latents(
         k_rotated = apply_rope(k_rotated[:, None], angles, is_interleaved=is_interleaved)[:, 0]
     with jax.named_scope("attention"):
         q_latent = _project_heads(q_plain.astype(step.dtype), weights.key)
-        out, pages = step.attention(
-            jnp.concatenate([q_latent, q_rotated], axis=2).astype(step.dtype),
-            jnp.concatenate([latent, k_rotated], axis=1).astype(step.dtype),
-            kv_pages[index],
-            step.inputs.kv_lens,
-            step.inputs.page_indices,
-            step.inputs.cu_q_lens,
-            step.inputs.num_seqs,
-            sm_scale=config.sm_scale,
-            num_value_dims=mla.kv_lora_rank,
-        )
+        q = jnp.concatenate([q_latent, q_rotated], axis=2).astype(step.dtype)
+        latents = jnp.concatenate([latent, k_rotated], axis=1).astype(step.dtype)
+        pages = kv_pages[index]
+
+        def attend(q: Float[Array, "T H C"], latents: Float[Array, "T C"]) -> Float[Array, "T H R"]:
+            nonlocal pages
+            indices = step.inputs if own is None else own
+            out, pages = step.attention(
+                q,
+                latents,
+                pages,
+                indices.kv_lens,
+                indices.page_indices,
+                indices.cu_q_lens,
+                indices.num_seqs,
+                sm_scale=config.sm_scale,
+                num_value_dims=mla.kv_lora_rank,
+            )
+            return out
+
+        out = attend(q, latents) if own is None else own.attend(attend, q, latents)
         kv_pages = (*kv_pages[:index], pages, *kv_pages[index + 1 :])
     with jax.named_scope("attention_out"):
         values = _project_heads(out, weights.value)

@@ -37,12 +37,13 @@ RULES: dict[str, str | None] = {
     "heads": TENSOR_AXIS,
     "latent": None,
     "page": None,
+    "own_page": TENSOR_AXIS,
     "kv_rows": TENSOR_AXIS,
     "head_dim": None,
 }
 # The first axes; tokens and elements of a head are whole, and a row's one scale has none of these.
 KV_PAGES_AXES = ("page", "kv_rows")
-LATENT_PAGES_AXES = ("page", "latent")
+LATENT_PAGES_AXES = ("own_page", "latent")
 
 
 def make_mesh(config: EngineConfig, devices: Sequence[Any] | None = None) -> Mesh:
@@ -100,6 +101,15 @@ def num_sharded_kv_heads(config: ModelConfig, num_shards: int) -> int:
     return shard_heads(config.num_heads, config.num_kv_heads, num_shards).num_kv_heads
 
 
+def num_page_groups(config: ModelConfig, num_shards: int) -> int:
+    """Return into how many groups pages are divided, each on a device of its own.
+
+    Of latents, which have no heads: as many as devices. Otherwise every device holds a part of
+    every page.
+    """
+    return num_shards if config.mla is not None else 1
+
+
 def round_up(size: int, num_shards: int) -> int:
     """Return the next multiple of `num_shards`: what a padded dimension measures."""
     return -(-size // num_shards) * num_shards
@@ -139,7 +149,7 @@ def param_shardings(param_specs: Any, mesh: Mesh | AbstractMesh) -> Any:
 def kv_pages_sharding(mesh: Mesh, config: ModelConfig | None = None) -> NamedSharding:
     """Return the sharding of one layer's pages [N, 2K, page, ...]: whole KV heads per device.
 
-    Pages of latents, which have no heads, are whole on every device.
+    Pages of latents, which have no heads, lie whole on one device each.
     """
     return NamedSharding(mesh, _pages_spec(config))
 

@@ -186,7 +186,7 @@ def test_a_mesh_computes_what_one_device_does(
     )
     kv_pages = allocate_kv_pages(
         config,
-        num_pages=8,
+        num_pages=8 * sharding.num_page_groups(config, num_devices),
         page_size=16,
         dtype=jnp.float32,
         num_shards=num_devices,
@@ -206,6 +206,10 @@ def test_a_mesh_computes_what_one_device_does(
     )
     # Attention and experts of each layer, and the embedding.
     assert lowered.as_text().count("stablehlo.all_reduce") == 2 * config.num_layers + 1
+    # Queries and outputs of attention by sequence; the logits are gathered in any case.
+    num_by_sequence = config.num_layers if config.mla is not None else 0
+    assert lowered.as_text().count("stablehlo.all_gather") == num_by_sequence + 1
+    assert lowered.as_text().count("stablehlo.reduce_scatter") == num_by_sequence
     logits = lowered.compile()(
         params, kv_pages, prefill_inputs(prompt, num_rows=num_rows, page_size=16)
     )

@@ -25,6 +25,7 @@ from replicas.engine.preflight import (
     predict_bucket,
 )
 from replicas.engine.startup import build_abstract_runner, build_engine, kv_page_shapes, plan_engine
+from replicas.engine.step_time import LAUNCH_S
 from replicas.engine.tpu_chips import CHIPS
 from tests.checkpoints import write_checkpoint
 
@@ -165,14 +166,44 @@ def test_pages_fill_the_budget_and_are_what_a_tpu_allocates(
     assert 0 <= rest < 1 << 20
 
 
-def test_latents_are_counted_on_every_device_that_holds_them() -> None:
+def test_check_compiles_experts_and_latents_for_a_slice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention by sequence with the TPU kernel, experts on two devices."""
+    source = Path(__file__).parents[1] / "golden" / "deepseek_v3" / "config.json"
+    raw = json.loads(source.read_text()) | {"num_hidden_layers": 2, "kv_lora_rank": 128}
+    config = write_config(tmp_path, tensor_parallel=2)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(raw))
+    assert programs.main(["check", "--config", config, "--topology", "v6e:2x2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "v6e:2x2, 2 devices" in lines[0]
+    assert "8x8: fits" in lines[1]
+
+
+def test_latents_are_counted_on_the_device_that_holds_them() -> None:
     model = Path(__file__).parents[1] / "golden" / "deepseek_v3"
-    config = EngineConfig(model=str(model), **(ENGINE | {"tensor_parallel": 2}))
-    plan = plan_engine(config, tpu_topology.get_devices("v6e:2x2"))
-    memory = check_memory(plan, CHIPS["v6e"])
-    assert memory.kv_bytes == device_bytes(kv_page_shapes(plan))
+    devices = tpu_topology.get_devices("v6e:2x2")
     budget = int(HBM_SHARE * CHIPS["v6e"].hbm_bytes)
-    assert memory.weight_bytes + memory.kv_bytes <= budget
+    plans = [
+        plan_engine(EngineConfig(model=str(model), **(ENGINE | {"tensor_parallel": n})), devices)
+        for n in (1, 2)
+    ]
+    one, two = (check_memory(plan, CHIPS["v6e"]) for plan in plans)
+    assert two.kv_bytes == device_bytes(kv_page_shapes(plans[1]))
+    assert one.weight_bytes + one.kv_bytes <= budget
+    assert two.weight_bytes + two.kv_bytes <= budget
+    assert two.num_tokens == pytest.approx(2 * one.num_tokens, rel=0.001)
+
+
+def test_attention_by_sequence_exchanges_queries_and_outputs() -> None:
+    model = Path(__file__).parents[1] / "golden" / "deepseek_v3"
+    chip, devices = CHIPS["v6e"], tpu_topology.get_devices("v6e:2x2")
+    config = EngineConfig(model=str(model), **(ENGINE | {"tensor_parallel": 2}))
+    step = predict_bucket(plan_engine(config, devices), chip, Bucket(8, 8), context=64)
+    # 4 heads with queries of 32 + 8 and outputs of 32 numbers in bf16, half of them elsewhere.
+    exchanged_s = 8 * 4 * (32 + 8 + 32) * 2 / 2 / chip.ici_bytes_per_s
+    reduced_s = 2 * 8 * 64 * 4 / chip.ici_bytes_per_s
+    assert step.collective_s == pytest.approx(3 * (exchanged_s + reduced_s + 4 * LAUNCH_S))
 
 
 @pytest.mark.parametrize(

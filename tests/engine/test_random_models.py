@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz_models import draw_config, largest_error
-from tests.naive_dense import FAMILIES
+from tests.fuzz_models import FAMILIES, draw_config, largest_error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -25,3 +24,5 @@ def test_seeds_draw_what_families_differ_in() -> None:
     keys = {key for raw in drawn for key in raw}
     assert keys >= {"sliding_window", "layer_types", "mlp_bias", "partial_rotary_factor"}
     assert any(raw["num_key_value_heads"] is None for raw in drawn)
+    assert keys >= {"num_experts", "num_local_experts", "mlp_only_layers", "swiglu_limit"}
+    assert any(raw.get("n_group", 1) > 1 and raw["q_lora_rank"] is None for raw in drawn)

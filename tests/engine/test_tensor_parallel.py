@@ -51,11 +51,17 @@ def test_channels_and_vocabulary_that_do_not_divide_are_padded(tmp_path: Path) -
     assert np.abs(logits - NaiveLlama(path).logits(prompt)).max() < 1e-4
 
 
-def test_the_engine_draws_the_reference_tokens(golden_dir: Path) -> None:
-    path = golden_dir / "llama_hd64_kv3"
+@pytest.mark.parametrize(
+    ("name", "num_devices"),
+    [("llama_hd64_kv3", 4), ("qwen3_moe", 2), ("gpt_oss", 4)],
+)
+def test_the_engine_draws_the_reference_tokens(
+    golden_dir: Path, name: str, num_devices: int
+) -> None:
+    path = golden_dir / name
     expected = np.load(path / "golden.npz")
     (tokens,) = golden.generate_greedy(
-        path, [expected["prompt_1"].tolist()], [24], tensor_parallel=4
+        path, [expected["prompt_1"].tolist()], [24], tensor_parallel=num_devices
     )
     assert tokens == expected["greedy_1"].tolist()
 

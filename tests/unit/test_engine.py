@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from replicas.errors import ContextLengthExceeded, InvalidRequest
 from replicas.page_keys import hash_prompt, hash_root
 from replicas.wire import FinishReason
-from tests.fake_runner import make_engine, make_request, naive_tokens, output, run, step
+from tests.fake_runner import (
+    Deltas,
+    make_engine,
+    make_request,
+    naive_tokens,
+    output,
+    run,
+    step,
+)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
@@ -30,6 +38,33 @@ def test_one_request_gives_the_models_tokens():
     assert output(deltas) == naive_tokens(prompt(5), 20)
     assert deltas[-1].result.finish_reason is FinishReason.LENGTH
     assert engine.load().num_free_pages == engine.load().num_pages
+
+
+def test_sequences_stay_in_the_pages_of_their_device_and_are_preempted_there():
+    """Two devices with 7 pages of 8 tokens each; 6 sequences that grow to 40 tokens."""
+    engine, _ = make_engine(num_pages=16, num_page_groups=2, max_num_seqs=6)
+    prompts = {f"r{i}": prompt(12, seed=i) for i in range(6)}
+    for name, tokens in prompts.items():
+        engine.add(make_request(name, tokens, max_tokens=28))
+    deltas: Deltas = {}
+    seen: set[int] = set()
+    while engine.has_work:
+        step(engine, deltas)
+        for sequence in engine.scheduler.running:
+            groups = {page // 8 for page in sequence.page_ids}
+            assert len(groups) == 1
+            seen |= groups
+    assert seen == {0, 1}
+    assert engine.scheduler.num_preemptions > 0
+    for name, tokens in prompts.items():
+        assert output(deltas[name]) == naive_tokens(tokens, 28)
+    assert engine.load().num_free_pages == engine.load().num_pages == 14
+
+
+def test_a_request_that_no_device_has_pages_for_is_refused():
+    engine, _ = make_engine(num_pages=16, num_page_groups=2)
+    with pytest.raises(ContextLengthExceeded):
+        engine.validate(make_request("a", prompt(60)))
 
 
 def test_next_step_is_launched_before_the_previous_is_fetched():

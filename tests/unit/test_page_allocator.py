@@ -2,7 +2,7 @@
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from replicas.engine.page_allocator import NULL_PAGE, PageAllocator
 from replicas.page_keys import hash_page, hash_root
@@ -95,6 +95,48 @@ def test_drop_cache_forgets_unreferenced_pages_only():
     allocator.check_integrity()
 
 
+def test_pages_of_a_group_come_from_its_own_range():
+    allocator = PageAllocator(12, num_groups=3)
+    assert allocator.num_usable == 9
+    assert allocator.max_per_sequence == 3
+    assert allocator.allocate(4, group=1) is None
+    pages = allocator.allocate(3, group=1)
+    assert pages is not None
+    assert sorted(pages) == [5, 6, 7], "page 4 is the null page of group 1"
+    assert {allocator.group_of(page) for page in pages} == {1}
+    assert (allocator.num_free_in(1), allocator.num_free) == (0, 6)
+    allocator.check_integrity()
+
+
+def test_a_sequence_goes_where_its_prefix_is_unless_it_does_not_fit_there():
+    allocator, keys = PageAllocator(12, num_groups=3), chain(2)
+    assert allocator.allocate(1, group=0) is not None
+    pages = allocator.allocate(2, group=2)
+    assert pages is not None
+    for page, key in zip(pages, keys, strict=True):
+        allocator.register(page, key)
+    assert allocator.choose_group(keys, 3) == 2
+    assert allocator.choose_group(keys, 4) == 2, "nowhere it fits: where most is held"
+    assert allocator.match(keys, group=2) == pages
+    assert allocator.match(keys, group=1) == []
+    assert allocator.allocate(1, group=2) is not None
+    assert allocator.choose_group(keys, 3) == 1, "the emptiest"
+
+
+def test_a_key_ceases_to_be_findable_with_its_last_page():
+    allocator, (key,) = PageAllocator(4, num_groups=2), chain(1)
+    held = [allocator.allocate(1, group=group) for group in (0, 1)]
+    for pages in held:
+        assert pages is not None
+        allocator.register(pages[0], key)
+        allocator.release(pages)
+    assert allocator.take_changes().stored == (key,)
+    assert allocator.allocate(1, group=0) is not None
+    assert allocator.take_changes().dropped == ()
+    assert allocator.allocate(1, group=1) is not None
+    assert allocator.take_changes().dropped == (key,)
+
+
 class AllocatorMachine(RuleBasedStateMachine):
     """Random sequences that share prefixes come and go."""
 
@@ -103,11 +145,16 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = PageAllocator(12)
         self.held: list[list[int]] = []
 
+    @initialize(num_groups=st.sampled_from([1, 2, 3]))
+    def divide(self, num_groups):
+        self.allocator = PageAllocator(12, num_groups=num_groups)
+
     @rule(branch=st.integers(0, 2), length=st.integers(1, 6))
     def start(self, branch, length):
         keys = chain(length, salt=str(branch))
-        matched = self.allocator.match(keys)
-        pages = self.allocator.allocate(length - len(matched))
+        group = self.allocator.choose_group(keys, length)
+        matched = self.allocator.match(keys, group=group)
+        pages = self.allocator.allocate(length - len(matched), group=group)
         if pages is None:
             self.allocator.release(matched)
             return
