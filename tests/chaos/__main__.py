@@ -24,6 +24,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from bench import report
 from bench.own_time import CLOCK, now
@@ -103,6 +104,7 @@ async def main(arguments: Sequence[str] | None = None) -> int:
     directory = Path(tempfile.mkdtemp(prefix="systole-chaos-"))
     service = Service(directory)
     outcomes: list[Outcome] = []
+    path, stamp = report.result_path("chaos"), report.stamp()
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
         if any(fault.name == "full-disk" for fault in chosen):
@@ -116,21 +118,16 @@ async def main(arguments: Sequence[str] | None = None) -> int:
                 shutil.rmtree(PROGRAMS, ignore_errors=True)
                 shutil.copytree(service.store, PROGRAMS)
                 references = await _references(service)
-                if any(fault.has_long_streams for fault in chosen):
-                    references += await _long_references(service)
                 for fault in chosen:
+                    if fault.has_long_streams and len(references) == NUM_STREAMS:
+                        references += await _long_references(service)
                     outcome = await _strike_undisturbed(service, fault, references)
-                    _show(outcome)
                     outcomes.append(outcome)
+                    _publish(outcomes, stamp, path, write=options.write)
         except TimeoutError:
             print(f"stopped after {options.limit_minutes:g} minutes", file=sys.stderr)
         if any(outcome.problems for outcome in outcomes):
-            shutil.copy(service.log, report.result_path("chaos").with_suffix(".log"))
-    result = {"stamp": report.stamp(), "outcomes": [asdict(o) for o in outcomes]}
-    report.write_json(report.result_path("chaos"), result)
-    if options.write:
-        rows = [asdict(outcome) for outcome in outcomes]
-        write_page(rows, result["stamp"], [fault.what for fault in FAULTS])
+            shutil.copy(service.log, path.with_suffix(".log"))
     is_complete = len(outcomes) == len(chosen)
     return int(not is_complete or any(outcome.problems for outcome in outcomes))
 
@@ -262,8 +259,15 @@ def _left_behind(service: Service) -> list[str]:
     return [f"{value:.0f} {name}" for name, value in left.items() if value]
 
 
-def _show(outcome: Outcome) -> None:
-    print(json.dumps(asdict(outcome)), flush=True)
+def _publish(
+    outcomes: Sequence[Outcome], stamp: dict[str, Any], path: Path, *, write: bool
+) -> None:
+    """Say what the last fault did, and put all so far where it is kept: a run may be cut short."""
+    rows = [asdict(outcome) for outcome in outcomes]
+    print(json.dumps(rows[-1]), flush=True)
+    report.write_json(path, {"stamp": stamp, "outcomes": rows})
+    if write:
+        write_page(rows, stamp, [fault.what for fault in FAULTS])
 
 
 def _end(signal_number: int, _frame: object) -> None:
