@@ -61,8 +61,9 @@ chaos: setup-dev  ## break a service of its own in every way; the table goes to 
 	@$(VENV_PYTHON) -m tests.chaos --write
 
 SOAK_MINUTES ?= 60
-soak: setup-dev  ## serve CONFIG under 70% load for SOAK_MINUTES and look for what grows
-	@$(VENV_PYTHON) -m bench.soak --config $(CONFIG) --minutes $(SOAK_MINUTES)
+SOAK_SHARE ?= 0.7
+soak: setup-dev  ## serve CONFIG under SOAK_SHARE of its load for SOAK_MINUTES and look for what grows
+	@$(VENV_PYTHON) -m bench.soak --config $(CONFIG) --minutes $(SOAK_MINUTES) --share $(SOAK_SHARE)
 
 scale: setup-dev  ## a load wave on a local Ray cluster whose fake TPU hosts come and go
 	@$(VENV_PYTHON) -m bench.scale_wave

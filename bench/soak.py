@@ -1,6 +1,6 @@
 """A service under steady load for an hour: nothing may grow, slow down or compile.
 
-    python -m bench.soak [--config serve_config.yaml] [--minutes 60] [--url URL]
+    python -m bench.soak [--config serve_config.yaml] [--minutes 60] [--share 0.7] [--url URL]
 
 Finds what the service can do with a closed loop, then sends 70% of that as an open loop of mixed
 requests: short and long prompts, long answers, shared prefixes, clients that leave. Every ten
@@ -8,6 +8,9 @@ seconds it notes memory, descriptors and threads of the server's processes and w
 held. After the first sixth of the time it judges: memory within 2%, descriptors, threads and
 entries flat, p99 TPOT of the last sixth within 10% of the second, no compilation. Ends with status
 1 where one of these fails. Linux only.
+
+Where this process is stopped for a while, as on a machine that is shared, the load pauses too, and
+the requests that were in flight do not count for TPOT; the verdict says for how long.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,10 +34,12 @@ from bench import processes, report, top
 from bench.arguments import integer_range
 from bench.client import LoadClient, check_address
 from bench.measurement import RequestRecord, percentile
+from bench.own_time import CLOCK, now
 from bench.server_process import ServerCommand, running
 from bench.workloads import RequestSpec, Vocabulary
 
 LOAD_SHARE = 0.7
+PROGRESS_S = 60.0
 CALIBRATION_S = 60.0
 CALIBRATION_CONCURRENCY = 16
 SAMPLE_S = 10.0
@@ -142,6 +147,7 @@ def judge(
     records: Sequence[RequestRecord],
     *,
     duration_s: float,
+    disturbed: Collection[int] = (),
 ) -> dict[str, Any]:
     """Compare the end with the time after the first sixth.
 
@@ -150,6 +156,7 @@ def judge(
         idle: after the last request.
         records: of all requests.
         duration_s: of the load.
+        disturbed: indices of requests across which this process was stopped.
 
     Returns:
         The figures, and under "problems" what fails, in words.
@@ -157,7 +164,11 @@ def judge(
     sixth = duration_s / 6
     early = [s for s in samples if sixth <= s.at_s < 2 * sixth]
     late = [s for s in samples if s.at_s >= 5 * sixth]
-    tpots = [(r.sent_s, t) for r in records if r.is_ok and (t := r.tpot_s) is not None]
+    tpots = [
+        (r.sent_s, t)
+        for r in records
+        if r.is_ok and r.index not in disturbed and (t := r.tpot_s) is not None
+    ]
     early_tpots = [t for at, t in tpots if sixth <= at < 2 * sixth]
     late_tpots = [t for at, t in tpots if at >= 5 * sixth]
     if not (early and late and early_tpots and late_tpots):
@@ -225,19 +236,27 @@ async def _soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
     vocabulary = Vocabulary(low=options.vocabulary[0], high=options.vocabulary[1])
     async with LoadClient(url, None) as client:
         probes = mixed_load(4000, 1e9, seed=1, vocabulary=vocabulary)
-        rate = await _capacity(client, probes, options.calibration_s) * LOAD_SHARE
+        capacity = await _capacity(client, probes, options.calibration_s)
+        rate = capacity * options.share
         duration_s = options.minutes * 60
         specs = mixed_load(round(rate * duration_s), rate, seed=0, vocabulary=vocabulary)
-        print(f"{rate:.2f} requests/s, 70% of what it can do, for {duration_s:.0f} s", flush=True)
+        share = f"{options.share:.0%} of {capacity:.2f}"
+        print(f"{rate:.2f} requests/s, {share}, for {duration_s:.0f} s", flush=True)
         samples: list[Sample] = []
+        disturbed: set[int] = set()
+        paused_s = CLOCK.paused_s
         sampling = asyncio.create_task(_keep_sampling(client, port, samples))
-        records = await _run(client, specs)
+        records = await _run(client, specs, disturbed)
         sampling.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sampling  # what went wrong in it is not lost
         idle = await _wait_until_idle(client, port, duration_s)
-    verdict = judge(samples, idle, records, duration_s=duration_s)
+    verdict = judge(samples, idle, records, duration_s=duration_s, disturbed=disturbed)
     return {
         "requests_per_s": rate,
+        "share": options.share,
         "minutes": options.minutes,
+        "paused_s": CLOCK.paused_s - paused_s,
         "verdict": verdict,
         "samples": [asdict(sample) for sample in [*samples, idle]],
     }
@@ -253,24 +272,33 @@ async def _capacity(client: LoadClient, specs: Sequence[RequestSpec], limit_s: f
     return len(counted) / (limit_s * 2 / 3)
 
 
-async def _run(client: LoadClient, specs: Sequence[RequestSpec]) -> list[RequestRecord]:
-    """Send every request at its time; some clients leave."""
+async def _run(
+    client: LoadClient, specs: Sequence[RequestSpec], disturbed: set[int]
+) -> list[RequestRecord]:
+    """Send every request at its time; some clients leave.
+
+    Returns:
+        Their records; `sent_s` is without the pauses of this process, which `disturbed` lived
+        through.
+    """
     rng = random.Random("leaving")
-    start = time.perf_counter()
+    start, began_at, began_paused_s = time.perf_counter(), now(), CLOCK.paused_s
     records: list[RequestRecord] = []
     tasks: set[asyncio.Task[None]] = set()
 
     async def send(spec: RequestSpec, record: RequestRecord, leaves_after_s: float | None) -> None:
+        paused_s = CLOCK.paused_s
         try:
             async with asyncio.timeout(leaves_after_s):
                 await client.send(client.encode(spec), record, start=start)
         except TimeoutError:
             record.error = _LEFT
-        if record.error is not None and leaves_after_s is not None and record.end_s is None:
-            record.error = _LEFT
+        record.sent_s -= paused_s - began_paused_s
+        if CLOCK.paused_s != paused_s:
+            disturbed.add(record.index)
 
     for index, spec in enumerate(specs):
-        await asyncio.sleep(start + spec.arrival_s - time.perf_counter())
+        await asyncio.sleep(began_at + spec.arrival_s - now())
         record = RequestRecord(
             index=index, sent_s=0.0, num_prompt_tokens=len(spec.prompt_token_ids)
         )
@@ -284,22 +312,44 @@ async def _run(client: LoadClient, specs: Sequence[RequestSpec]) -> list[Request
 
 
 async def _keep_sampling(client: LoadClient, port: int, samples: list[Sample]) -> None:
-    start = time.perf_counter()
+    start = shown_at = now()
     while True:
         await asyncio.sleep(SAMPLE_S)
-        at_s = time.perf_counter() - start
-        scrape = top.parse(await client.get_text("/metrics"), at_s=at_s)
+        at_s = now() - start
+        if not (text := await client.get_text("/metrics")):
+            continue  # a scrape that failed says nothing of what is held
+        scrape = top.parse(text, at_s=at_s)
         samples.append(await asyncio.to_thread(take_sample, port, scrape, at_s=at_s))
+        if now() - shown_at >= PROGRESS_S:
+            shown_at = now()
+            _show(samples[-1])
+
+
+def _show(sample: Sample) -> None:
+    held = ", ".join(f"{value:g} {name}" for name, value in sample.held.items())
+    print(
+        f"{sample.at_s:6.0f} s: {sample.rss_bytes / 1e6:.0f} MB, {sample.num_descriptors} "
+        f"descriptors, {sample.num_threads} threads, {held}, {sample.num_compiles} compiles",
+        flush=True,
+    )
 
 
 async def _wait_until_idle(client: LoadClient, port: int, at_s: float) -> Sample:
-    """Look until nothing is held, or the limit has passed."""
-    deadline = time.perf_counter() + IDLE_LIMIT_S
+    """Look until nothing is held, or the limit has passed.
+
+    Raises:
+        SystemExit: /metrics cannot be had.
+    """
+    deadline = now() + IDLE_LIMIT_S
     while True:
-        scrape = top.parse(await client.get_text("/metrics"), at_s=at_s)
-        sample = await asyncio.to_thread(take_sample, port, scrape, at_s=at_s)
-        if not any(sample.held.values()) or time.perf_counter() > deadline:
-            return sample
+        is_late = now() > deadline
+        if text := await client.get_text("/metrics"):
+            scrape = top.parse(text, at_s=at_s)
+            sample = await asyncio.to_thread(take_sample, port, scrape, at_s=at_s)
+            if is_late or not any(sample.held.values()):
+                return sample
+        elif is_late:
+            raise SystemExit("the service does not answer /metrics after the load")
         await asyncio.sleep(1.0)
 
 
@@ -326,6 +376,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__)
     parser.add_argument("--config", default="serve_config.yaml", help="what is served")
     parser.add_argument("--minutes", type=float, default=60.0, help="of load")
+    parser.add_argument(
+        "--share", type=float, default=LOAD_SHARE, help="of what the service can do"
+    )
     parser.add_argument("--calibration-s", type=float, default=CALIBRATION_S, help="before it")
     parser.add_argument(
         "--vocabulary",

@@ -11,13 +11,17 @@ from collections.abc import Sequence
 
 from ray.serve import metrics
 
+from replicas.counters import record_zero, start_at_zero
 from replicas.engine.device_memory import DeviceMemory
 from replicas.engine.step_stats import PHASES, STEP_KINDS, StepKind, StepStats
 from replicas.errors import ServingError
 from replicas.histograms import INTER_TOKEN_BUCKETS_S, LATENCY_BUCKETS_S, REQUEST_BUCKETS_S
 from replicas.load_metrics import LOAD_COUNTERS, LOAD_FIELDS, load_metric_name
 from replicas.token_stream import TokenStream
-from replicas.wire import GenerateResult, ReplicaLoad
+from replicas.wire import FinishReason, GenerateResult, ReplicaLoad
+
+ENDINGS = (*FinishReason, "cancelled", "deadline", "refused", "error")
+"""How a request ends, for the label of the counter."""
 
 
 class EngineMetrics:
@@ -30,6 +34,7 @@ class EngineMetrics:
             description="Requests that ended, by how.",
             tag_keys=("ending",),
         )
+        start_at_zero(self._requests, "ending", ENDINGS)
         self._request_s = _histogram(
             "systole_engine_request_seconds",
             "From a request's arrival at the replica to its end.",
@@ -56,6 +61,9 @@ class EngineMetrics:
             )
             for field in LOAD_FIELDS
         }
+        for metric in self._load_metrics.values():
+            if isinstance(metric, metrics.Counter):
+                start_at_zero(metric)
         self._stream_requests = metrics.Gauge(
             "systole_engine_token_stream_requests",
             description="Requests whose tokens are kept: running, or not yet acknowledged.",
@@ -118,6 +126,9 @@ class EngineMetrics:
         self._steps.export(stats)
 
 
+_STEP_BOUNDS = (*map(str, INTER_TOKEN_BUCKETS_S), "+Inf")
+
+
 class StepMetrics:
     """What has been added to StepStats since the last export.
 
@@ -163,6 +174,12 @@ class StepMetrics:
                 ),
             )
         }
+        start_at_zero(self._phases, "phase", PHASES)
+        for kind in STEP_KINDS:
+            for bound in _STEP_BOUNDS:
+                record_zero(self._durations, {"kind": kind, "le": bound})
+        for metric in self._counts.values():
+            start_at_zero(metric)
 
     def export(self, stats: StepStats) -> None:
         """Add what is new."""
@@ -177,8 +194,7 @@ class StepMetrics:
 
     def _add_durations(self, kind: StepKind, counts: Sequence[int]) -> None:
         below = 0
-        bounds = (*map(str, INTER_TOKEN_BUCKETS_S), "+Inf")
-        for bound, count in zip(bounds, counts, strict=True):
+        for bound, count in zip(_STEP_BOUNDS, counts, strict=True):
             below += count
             self._add(self._durations, below, {"kind": kind, "le": bound})
 

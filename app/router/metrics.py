@@ -8,9 +8,10 @@ from __future__ import annotations
 from ray.serve import metrics
 
 from app.router.core import RouterCore
+from replicas.counters import start_at_zero
 from replicas.errors import ServingError
 from replicas.histograms import CPU_TIME_BUCKETS_S, LATENCY_BUCKETS_S, RATIO_BUCKETS
-from replicas.wire import GenerateResult
+from replicas.wire import FinishReason, GenerateResult
 
 MIN_RATIO = 0.01
 """A prediction of 0 counts as this: a histogram of Ray's takes nothing that is not positive."""
@@ -25,6 +26,7 @@ class RouterMetrics:
             description="Requests answered, by how.",
             tag_keys=("answer",),
         )
+        start_at_zero(self._answers, "answer", FinishReason)
         self._queue_s = metrics.Histogram(
             "systole_router_queue_time_seconds",
             description="From a request's arrival at the router to the choice of its replica.",

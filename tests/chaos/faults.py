@@ -12,12 +12,12 @@ import os
 import resource
 import shutil
 import subprocess
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.own_time import now
 from tests.chaos import sockets, threads
 from tests.chaos.service import (
     CONTROLLER,
@@ -37,6 +37,8 @@ STOPPED_S = 20.0
 STORE_BYTES = 16 << 20
 FLOOD_REQUESTS = 400
 CHANGE_LIMIT_S = 90.0
+DRAIN_LIMIT_S = 900.0
+"""For a change that waits for the end of long streams."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Fault:
         strike: does it.
         max_errors: failed requests that the design allows; None: any number.
         ends_cluster: the launcher is expected to end, and is started again.
+        has_long_streams: beside the short ones, streams of minutes are in flight.
     """
 
     name: str
@@ -56,6 +59,7 @@ class Fault:
     strike: Callable[[Service], Awaitable[None]]
     max_errors: int | None = 0
     ends_cluster: bool = False
+    has_long_streams: bool = False
 
 
 def _kill(group: str) -> Callable[[Service], Awaitable[None]]:
@@ -133,10 +137,10 @@ async def _hang_device(service: Service) -> None:
     """The device thread of an engine stands still until Serve has replaced the replica."""
     pid = service.pids(ENGINE)[0]
     with threads.hung(pid, "engine") as thread:
-        deadline = time.monotonic() + CHANGE_LIMIT_S
+        deadline = now() + CHANGE_LIMIT_S
         while pid in service.pids(ENGINE):
             threads.reap(thread)
-            if time.monotonic() > deadline:
+            if now() > deadline:
                 raise AssertionError(f"not replaced within {CHANGE_LIMIT_S:.0f} s")
             await asyncio.sleep(0.25)
 
@@ -151,11 +155,13 @@ async def _jump_clock(service: Service) -> None:
         await asyncio.sleep(7.0)
 
 
-async def _until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + CHANGE_LIMIT_S
+async def _until(
+    condition: Callable[[], bool], what: str, *, limit_s: float = CHANGE_LIMIT_S
+) -> None:
+    deadline = now() + limit_s
     while not await asyncio.to_thread(condition):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {CHANGE_LIMIT_S:.0f} s: {what}")
+        if now() > deadline:
+            raise AssertionError(f"not within {limit_s:.0f} s: {what}")
         await asyncio.sleep(0.25)
 
 
@@ -187,7 +193,11 @@ async def _scale(service: Service) -> None:
         return change
 
     service.deploy(count(NUM_ENGINES - 1))
-    await _until(lambda: len(service.pids(ENGINE)) == NUM_ENGINES - 1, "a replica less")
+    await _until(
+        lambda: len(service.pids(ENGINE)) == NUM_ENGINES - 1,
+        "a replica less",
+        limit_s=DRAIN_LIMIT_S,
+    )
     service.deploy(count(NUM_ENGINES))
 
 
@@ -200,7 +210,9 @@ async def _roll(service: Service) -> None:
 
     service.deploy(change)
     await _until(
-        lambda: not before & service.replicas() and service.is_whole(), "all replicas replaced"
+        lambda: not before & service.replicas() and service.is_whole(),
+        "all replicas replaced",
+        limit_s=DRAIN_LIMIT_S,
     )
 
 
@@ -253,8 +265,18 @@ FAULTS = (
     Fault("clock", "wall clock 1 h ahead, 1 h behind, right again", _jump_clock),
     Fault("light-settings", "limits change by `user_config`", _change_light_settings),
     Fault("bad-config", f"{len(BAD_ARGS)} wrong configs are deployed", _send_bad_configs),
-    Fault("scale", "an engine replica less, then again as many", _scale),
-    Fault("roll", "rolling update: every process replaced", _roll),
+    Fault(
+        "scale",
+        "an engine replica less, then again as many; streams of minutes in flight",
+        _scale,
+        has_long_streams=True,
+    ),
+    Fault(
+        "roll",
+        "rolling update: every process replaced; streams of minutes in flight",
+        _roll,
+        has_long_streams=True,
+    ),
     Fault("kill-gcs", "kill -9 the head's GCS", _kill(GCS), max_errors=None, ends_cluster=True),
 )
 

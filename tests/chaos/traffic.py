@@ -6,16 +6,21 @@ import asyncio
 import contextlib
 import json
 import random
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
 
+from bench.own_time import now
+
 NUM_STREAMS = 6
 MAX_TOKENS = 900
+NUM_LONG = 2
+LONG_TOKENS = 24000
+"""Minutes on two cores."""
 REQUEST_LIMIT_S = 90.0
+LONG_LIMIT_S = 900.0
 PAUSE_AFTER_ERROR_S = 0.25
 
 
@@ -24,7 +29,7 @@ class Answer:
     """One request as its client saw it.
 
     Attributes:
-        sent_at: monotonic clock.
+        sent_at: by `own_time`.
         ended_at: the same.
         tokens: received, in order.
         error: what went wrong, in few words; None: nothing.
@@ -38,11 +43,15 @@ class Answer:
     stall_s: float = 0.0
 
 
-def body_of(index: int, *, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
-    """Request number `index`: sampled, so that no token follows from the one before."""
+def body_of(index: int, *, max_tokens: int | None = None) -> dict[str, Any]:
+    """Request number `index`: sampled, so that no token follows from the one before.
+
+    The first `NUM_STREAMS` are short, the others long, unless `max_tokens` says otherwise.
+    """
+    default = MAX_TOKENS if index < NUM_STREAMS else LONG_TOKENS
     return {
         "prompt": [(index * 37 + i) % 600 + 2 for i in range(20 + index)],
-        "max_tokens": max_tokens,
+        "max_tokens": default if max_tokens is None else max_tokens,
         "temperature": 1.0,
         "seed": index,
         "ignore_eos": True,
@@ -53,7 +62,7 @@ def body_of(index: int, *, max_tokens: int = MAX_TOKENS) -> dict[str, Any]:
 
 async def send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> Answer:
     """Stream one completion."""
-    answer = Answer(sent_at=time.monotonic())
+    answer = Answer(sent_at=now())
     last_at, is_done = answer.sent_at, False
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
@@ -74,33 +83,36 @@ async def send(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -
                     continue
                 for choice in event.get("choices") or ():
                     if tokens := choice.get("token_ids"):
-                        now = time.monotonic()
-                        answer.stall_s = max(answer.stall_s, now - last_at)
-                        last_at = now
+                        came_at = now()
+                        answer.stall_s = max(answer.stall_s, came_at - last_at)
+                        last_at = came_at
                         answer.tokens += tokens
         if not is_done and answer.error is None:
             answer.error = "stream cut"
     except TimeoutError:
-        answer.error = f"no end within {REQUEST_LIMIT_S:.0f} s"
+        answer.error = "no end within its time"
     except (aiohttp.ClientError, OSError) as error:
         kind = "refused" if isinstance(error, aiohttp.ClientConnectorError) else "stream cut"
         answer.error = kind
     finally:
-        answer.ended_at = time.monotonic()
+        answer.ended_at = now()
         answer.stall_s = max(answer.stall_s, answer.ended_at - last_at)
     return answer
 
 
-def new_session() -> aiohttp.ClientSession:
+def new_session(limit_s: float = REQUEST_LIMIT_S) -> aiohttp.ClientSession:
     """Connections are not reused: a balancer must not hide what happens to new ones."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
-        timeout=aiohttp.ClientTimeout(total=REQUEST_LIMIT_S),
+        timeout=aiohttp.ClientTimeout(total=limit_s),
     )
 
 
 class Traffic:
-    """Keeps `NUM_STREAMS` streams running, and remembers how each went."""
+    """Keeps `NUM_STREAMS` streams running, and remembers how each went.
+
+    References beyond those are of long streams, which are sent once, at the start.
+    """
 
     def __init__(self, url: str, references: list[list[int]]) -> None:
         self.answers: list[tuple[int, Answer]] = []
@@ -111,6 +123,8 @@ class Traffic:
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._work(i)) for i in range(NUM_STREAMS)]
+        for index in range(NUM_STREAMS, len(self._references)):
+            self._tasks.append(asyncio.create_task(self._work_once(index)))
 
     async def stop(self) -> None:
         """Let what runs come to its end."""
@@ -124,6 +138,14 @@ class Traffic:
                 self.answers.append((index, answer))
                 if answer.error is not None:
                     await asyncio.sleep(PAUSE_AFTER_ERROR_S)
+
+    async def _work_once(self, index: int) -> None:
+        async with new_session(LONG_LIMIT_S) as session:
+            self.answers.append((index, await send(session, self._url, body_of(index))))
+
+    def longest_s(self) -> float:
+        """How long the longest stream took."""
+        return max((a.ended_at - a.sent_at for _, a in self.answers), default=0.0)
 
     def errors(self) -> Counter[str]:
         """Failed requests by what went wrong."""

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
 
 from bench.measurement import RequestRecord
+from bench.own_time import TICK_S
 from bench.soak import Sample, judge, mixed_load, take_sample
 from bench.top import parse
 from bench.workloads import Vocabulary
@@ -74,6 +79,33 @@ def test_what_grows_is_named(
 def test_growth_at_the_start_is_no_growth() -> None:
     samples = [sample(s.at_s, rss_bytes=500) if s.at_s < 100 else s for s in SAMPLES]
     assert judge(samples, sample(600), RECORDS, duration_s=DURATION_S)["problems"] == []
+
+
+def test_requests_across_a_pause_do_not_count_for_tpot() -> None:
+    records = [r if r.sent_s < 500 else record(r.index, tpot_s=0.02) for r in RECORDS]
+    disturbed = {r.index for r in records if r.sent_s >= 500 and r.index != 599}
+    records[599] = record(599)
+    verdict = judge(SAMPLES, sample(600), records, duration_s=DURATION_S, disturbed=disturbed)
+    assert verdict["problems"] == []
+
+
+def test_own_time_stands_still_while_a_process_is_stopped() -> None:
+    program = (
+        "import sys\nfrom bench.own_time import CLOCK, now\nbefore = now()\n"
+        "print(flush=True)\nsys.stdin.readline()\nprint(now() - before, CLOCK.paused_s)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        process.stdout.readline()
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3.0)
+        process.send_signal(signal.SIGCONT)
+        elapsed_s, paused_s = map(float, process.communicate("\n")[0].split())
+    assert paused_s == pytest.approx(3.0 - TICK_S, abs=TICK_S + 1.0)
+    assert elapsed_s < 2.0
 
 
 def test_too_little_is_not_judged() -> None:

@@ -6,6 +6,8 @@ those have been parsed; what the commands then do is tested where the modules ar
 
 from __future__ import annotations
 
+import ast
+import importlib
 import json
 import re
 import shlex
@@ -16,7 +18,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "ops" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "ops" / "README.md",
+    ROOT / "bench" / "traces" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+LANGUAGES = {"bash", "json", "python", "yaml", ""}
+"""Of blocks: a shell by another name would go unseen here. Blocks without one are drawings."""
 NEEDS_CLOUD = ("gcloud", "ray", "serve", "kubectl", "helm", "gsutil")
 OTHERS = ("make", "curl", "sed", "cd", "cp", "python3.11", "python3.12", "printf", "uv")
 """Tools of the user's machine; `make` has a test of its own."""
@@ -112,6 +121,57 @@ def test_commands_of_ours_take_the_arguments_that_the_pages_give() -> None:
     assert json.loads(result.stdout.splitlines()[-1]) == {}, result.stderr[-2000:]
 
 
+def inline_commands(page: Path) -> list[str]:
+    """Commands in running text of programs that need a cluster."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    programs = "|".join(NEEDS_CLOUD)
+    return re.findall(rf"`((?:{programs}) [a-z][^`]*)`", prose)
+
+
+def test_blocks_are_in_languages_that_are_looked_at() -> None:
+    for page in PAGES:
+        fences = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)
+        assert set(fences[::2]) <= LANGUAGES, page
+        assert set(fences[1::2]) <= {""}, page
+        for language, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.M | re.S):
+            programs = "|".join((*NEEDS_CLOUD, *OTHERS, "python", r"\.venv\S*"))
+            assert language or not re.search(rf"^({programs}) ", text, re.MULTILINE), text
+
+
+def test_make_is_given_variables_that_it_knows() -> None:
+    known = set(re.findall(r"^(\w+) \?=", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    text = "\n".join(page.read_text() for page in PAGES)
+    given = re.findall(r"(?:`|^)make ([a-z-]+(?: \w+=[^\s`]+)+)", text, re.MULTILINE)
+    assert len(given) > 3
+    names = {name for command in given for name in re.findall(r"(\w+)=", command)}
+    assert names <= known
+
+
+def test_curl_asks_for_routes_of_ours() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "app").rglob("*.py"))
+    commands = [c for page in PAGES for c in block_commands(page) if c.startswith("curl")]
+    assert commands
+    for command in commands:
+        (route,) = re.findall(r"http://127\.0\.0\.1:8000(/[\w/]+)", command)
+        assert f'"{route}"' in sources, command
+
+
+def test_python_examples_import_what_exists() -> None:
+    imports = [
+        node
+        for page in PAGES
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.DOTALL)
+        for node in ast.walk(ast.parse(block))
+        if isinstance(node, ast.ImportFrom)
+    ]
+    assert len(imports) > 3
+    for node in imports:
+        assert node.module
+        module = importlib.import_module(node.module)
+        for alias in node.names:
+            assert hasattr(module, alias.name), f"{node.module}.{alias.name}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_command_is_ours_or_says_what_it_needs(page: Path) -> None:
     text = page.read_text()
@@ -122,3 +182,5 @@ def test_a_command_is_ours_or_says_what_it_needs(page: Path) -> None:
             continue
         assert program in NEEDS_CLOUD, command
         assert CLOUD_WORDS.search(text.partition(command.split("\n")[0][:40])[0]), command
+    for command in inline_commands(page):
+        assert CLOUD_WORDS.search(text.partition(f"`{command}`")[0]), command
