@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from bench import golden
+from kernels.mla_reference import ragged_paged_latent_attention
 from replicas.config import EngineConfig
 from replicas.engine.memory_plan import choose_num_pages
 from replicas.models import sharding
@@ -85,6 +87,67 @@ def test_each_device_finds_its_own_sequences() -> None:
     assert order[1, :4].tolist() == [0, 2, 3, 4]
     assert sorted(order[1].tolist()) == list(range(8))
     assert is_own.sum(axis=1).tolist() == [1, 4]
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_attention_over_own_pages_gives_the_bits_of_one_device(num_devices: int) -> None:
+    """A chunk, a prefix that goes on and a single token, each on some device; 8 heads."""
+    rng = np.random.default_rng(1)
+    first = NUM_PAGES * np.array([num_devices - 1, 0, num_devices // 2])  # null pages
+    page_indices = np.zeros((4, 3), np.int32)
+    page_indices[:3] = first[:, None] + np.array([[1, 2, 3], [3, 1, 0], [2, 0, 0]])
+    page_indices[1, 2] = page_indices[2, 1:] = 0
+    inputs = ModelInputs(
+        token_ids=jnp.zeros(16, jnp.int32),
+        positions=jnp.zeros(16, jnp.int32),
+        kv_lens=jnp.array([19, 12, 3, 0], jnp.int32),
+        page_indices=jnp.asarray(page_indices),
+        cu_q_lens=jnp.array([0, 9, 12, 13, 13], jnp.int32),
+        num_seqs=jnp.array([3], jnp.int32),
+    )
+    q = rng.standard_normal((16, 8, 12), np.float32)
+    latents = rng.standard_normal((16, 12), np.float32)
+    pages = rng.standard_normal((num_devices * NUM_PAGES, 1, 8, 12), np.float32)
+
+    def attend(q: Any, latents: Any, pages: Any, step: Any) -> Any:
+        return ragged_paged_latent_attention(
+            q,
+            latents,
+            pages,
+            step.kv_lens,
+            step.page_indices,
+            step.cu_q_lens,
+            step.num_seqs,
+            sm_scale=0.3,
+            num_value_dims=8,
+        )
+
+    def attend_own(q: Any, latents: Any, pages: Any, inputs: ModelInputs) -> Any:
+        own = find_own_sequences(inputs, num_pages=NUM_PAGES, axis_name=sharding.TENSOR_AXIS)
+        updated: list[Any] = []
+
+        def run(q: Any, latents: Any) -> Any:
+            out, new_pages = attend(q, latents, pages, own)
+            updated.append(new_pages)
+            return out
+
+        return own.attend(run, q, latents), updated[0]
+
+    by_head = PartitionSpec(None, sharding.TENSOR_AXIS)
+    by_page = PartitionSpec(sharding.TENSOR_AXIS)
+    sharded = jax.shard_map(
+        attend_own,
+        mesh=sharding.make_mesh(EngineConfig(model="", tensor_parallel=num_devices)),
+        in_specs=(by_head, PartitionSpec(), by_page, PartitionSpec()),
+        out_specs=(by_head, by_page),
+        check_vma=False,
+    )
+    arguments = (q, latents, pages, inputs)
+    out, new_pages = jax.jit(sharded)(*arguments)
+    expected_out, expected_pages = jax.jit(attend)(*arguments)
+    np.testing.assert_array_equal(np.asarray(out)[:13], np.asarray(expected_out)[:13])
+    assert np.any(np.asarray(expected_out)[:13], axis=(1, 2)).all()
+    np.testing.assert_array_equal(new_pages, expected_pages)
 
 
 def test_pages_are_counted_once_and_divide_over_the_devices(golden_dir: Path) -> None:
