@@ -19,7 +19,7 @@ from app.router.batch_window import BatchWindow
 from app.router.breakers import CircuitBreakers
 from app.router.cached_pages import CachedPages
 from app.router.config import RouterConfig
-from app.router.cost import Policy, PredictedCost, Question, fits
+from app.router.cost import Answer, Policy, PredictedCost, Question, fits
 from app.router.demand import DemandMeter
 from app.router.events import (
     Action,
@@ -48,6 +48,12 @@ REFUSAL_MARGIN = 1.1
 SLOT_WAIT_SHARE = 0.65
 """Of its time, what a request may be predicted to wait for a slot: under overload the queue is as
 long as is let in, so that without a margin everybody would come just too late."""
+
+
+MAX_HELD = 32
+"""So many requests at most wait for a replica that is better than one that is ready."""
+
+MIN_HOLD_S = 0.01
 
 
 class RouterCore:
@@ -90,6 +96,7 @@ class RouterCore:
         self._breakers = CircuitBreakers()
         self._stays = StayTime()
         self._sent: dict[str, tuple[QueuedRequest, ReplicaView, float]] = {}
+        self._held: dict[str, float] = {}  # until when they wait for a better replica
         self._hopes_until: float | None = None
 
     @property
@@ -152,7 +159,8 @@ class RouterCore:
 
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
-        return min(self._queue.next_due(), self._window.next_due)
+        held_until = min(self._held.values(), default=np.inf)
+        return min(self._queue.next_due(), self._window.next_due, held_until)
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take an event at time `now` (seconds, never decreasing); return what to do, in order."""
@@ -374,16 +382,21 @@ class RouterCore:
 
     def _dispatch(self, now: float, actions: list[Action]) -> None:
         """Send queued requests, in order, while any replica has credit."""
+        if self._held:
+            self._held = {name: at for name, at in self._held.items() if at > now}
         if len(self._queue) and not self._window.holds(now, len(self._queue)):
             self._window.let_go()
             ready = self._ready()
             for request in self._queue.drain():
                 if not np.count_nonzero(ready):
                     break
+                if request.request_id in self._held:
+                    continue
                 if self._send(request, ready, now, actions):
                     ready &= self._ready()
         if not len(self._queue):
             self._window.close()
+            self._held.clear()
 
     def _ready(self) -> Bools:
         """Which rows have a slot to give."""
@@ -431,6 +444,8 @@ class RouterCore:
         if meets is not None and np.count_nonzero(good := candidates & meets):
             candidates = good
         row = self._placement.cheapest(answer, candidates)
+        if self._holds_for_better(request, answer, row, now):
+            return False
         view = self._fleet.view_of(row)
         if is_queued:
             self._queue.serve(request.request_id)
@@ -439,6 +454,31 @@ class RouterCore:
         self._book(request, view, question, now)
         ttft_s = None if answer.ttft_s is None else float(answer.ttft_s[row])
         actions.append(Send(request.request_id, view.replica_id, ttft_s))
+        return True
+
+    def _holds_for_better(
+        self, request: QueuedRequest, answer: Answer, row: int, now: float
+    ) -> bool:
+        """Whether a request waits for a replica with a long backlog instead of going to `row`.
+
+        Its pages may be there, and worth more than the backlog. Under overload hardly more than
+        one replica is ready at a time, and who took that one would always leave its pages behind.
+        It stays in its place here, and is looked at again when the better one should be ready.
+        """
+        max_backlog_s = self._config.max_backlog_s
+        if answer.queued_s is None or len(self._held) >= MAX_HELD:
+            return False
+        if not np.count_nonzero(answer.queued_s > max_backlog_s):
+            return False
+        usable = self._placement.allowed(request, self._ready())
+        usable = usable & self._fleet.has_pages_for(request.num_prompt_tokens)
+        best = int(np.where(usable, answer.cost, np.inf).argmin())
+        excess_s = float(answer.queued_s[best]) - max_backlog_s
+        if excess_s <= 0 or self._placement.is_tie(answer, row, best):
+            return False
+        if answer.ttft_s is not None and answer.ttft_s[best] > request.first_token_by - now:
+            return False
+        self._held[request.request_id] = now + max(excess_s, MIN_HOLD_S)
         return True
 
     def _book(

@@ -68,9 +68,13 @@ class Placement:
         """Return the row of the lowest cost, ties at random."""
         costs = np.where(candidates, answer.cost, np.inf)
         lowest = float(costs[costs.argmin()])
-        bound = lowest + max(TIE_S, answer.tie_s) + TIE_SHARE * abs(lowest)
-        (ties,) = (costs <= bound).nonzero()
+        (ties,) = (costs <= lowest + _tie(answer, lowest)).nonzero()
         return int(ties[self._rng.randrange(len(ties))] if len(ties) > 1 else ties[0])
+
+    def is_tie(self, answer: Answer, row: int, better: int) -> bool:
+        """Whether a row costs no more than another one that is said to be better."""
+        lowest = float(answer.cost[better])
+        return bool(answer.cost[row] <= lowest + _tie(answer, lowest))
 
     def allowed(self, request: QueuedRequest, rows: Bools) -> Bools:
         """Return `rows` without those that the request excludes."""
@@ -83,3 +87,8 @@ class Placement:
         allowed = rows.copy()
         allowed[excluded] = False
         return allowed
+
+
+def _tie(answer: Answer, lowest: float) -> float:
+    """Return by how much a cost may exceed the lowest and be equal to it."""
+    return max(TIE_S, answer.tie_s) + TIE_SHARE * abs(lowest)

@@ -363,6 +363,23 @@ def test_a_hit_does_not_outweigh_a_queue() -> None:
     assert targets.count("b") >= 10, "a prefix that everyone shares does not draw everyone"
 
 
+def test_a_request_waits_a_moment_for_a_replica_whose_pages_are_worth_more_than_its_backlog() -> (
+    None
+):
+    core = make_core("a", "b", load=BIG, max_backlog_s=0.1)
+    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=2500)
+    core.on(LoadChanged("a", 1, busy, CacheChange(stored=CHAIN)), 0.0)
+    num_pages = len(CHAIN)
+    assert core.on(prompt_of(num_pages, "r"), 0.0) == []
+    assert core.next_wakeup() < 1.0
+    assert sends(core.on(arrived("other"), 0.0)) == {"other": "b"}, "it holds up nobody else"
+    assert sends(core.on(LoadChanged("a", 2, BIG), 0.1)) == {"r": "a"}
+    core.on(RequestEnded("r"), 0.2)
+    far = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=100_000)
+    core.on(LoadChanged("a", 3, far), 0.3)
+    assert sends(core.on(prompt_of(num_pages, "s"), 0.3)) == {"s": "b"}, "worth less"
+
+
 def test_a_gap_in_the_events_is_repaired_by_a_snapshot_of_the_cache() -> None:
     core = make_core("a", "b", load=BIG)
     core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN[:100])), 0.0)
