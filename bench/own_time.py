@@ -1,7 +1,7 @@
 """A clock that stands still while this process does.
 
 On a machine that is shared, everything here may be stopped for minutes while somebody measures.
-Limits must not run out meanwhile, and a fault that was struck across such a pause is struck again.
+Limits must not run out meanwhile, and what fails across such a pause is tried again.
 """
 
 from __future__ import annotations

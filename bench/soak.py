@@ -230,7 +230,19 @@ def _growth(before: Sequence[float], after: Sequence[float]) -> float:
     return round(percentile(after, 0.5) / start - 1, 4) if start else 0.0
 
 
-async def _soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
+async def soak(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Load the service that answers at a URL of this machine, and judge it.
+
+    Args:
+        url: root of its API.
+        options: of the command line.
+
+    Returns:
+        The figures for the report; "verdict" is what `judge` finds.
+
+    Raises:
+        SystemExit: it answers nothing.
+    """
     port = urlsplit(url).port
     assert port is not None
     vocabulary = Vocabulary(low=options.vocabulary[0], high=options.vocabulary[1])
@@ -390,7 +402,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--url", help="a service that runs already on this machine")
     options = parser.parse_args(arguments)
     with _server(options) as url:
-        result = asyncio.run(_soak(url, options))
+        result = asyncio.run(soak(url, options))
     path = report.result_path("soak")
     report.write_json(path, {"stamp": report.stamp()} | result)
     for name, value in result["verdict"].items():

@@ -67,7 +67,7 @@ class Outcome:
         stall_s: longest wait for tokens in a stream that was completed.
         whole_s: from the fault until all replicas were back.
         longest_s: the longest stream, from sending to end.
-        paused_s: in which this machine's other users had us stopped; the row is worth nothing then.
+        paused_s: in which this machine's other users had us stopped; not in the other figures.
         leaks: what had not gone back to its start, in words.
         problems: why the row fails, in words.
     """
@@ -161,11 +161,11 @@ async def _long_references(service: Service) -> list[list[int]]:
 async def _strike_undisturbed(
     service: Service, fault: Fault, references: list[list[int]]
 ) -> Outcome:
-    """Strike, and again where the machine was taken from us meanwhile."""
+    """Strike, and again where the machine was taken from us meanwhile and something failed."""
     count = len(references) if fault.has_long_streams else NUM_STREAMS
     outcome = await _strike(service, fault, references[:count])
     for _ in range(MAX_ATTEMPTS - 1):
-        if not outcome.paused_s:
+        if not (outcome.paused_s and (outcome.errors or outcome.problems)):
             break
         print(f"{fault.name}: we were stopped for {outcome.paused_s:.0f} s, again", flush=True)
         outcome = await _strike(service, fault, references[:count])
@@ -183,12 +183,13 @@ async def _strike(service: Service, fault: Fault, references: list[list[int]]) -
         await fault.strike(service)
     except Exception as error:  # one fault that goes wrong must not hide the others
         outcome.problems.append(f"{type(error).__name__}: {error}")
+    ended_at = now()  # some take minutes
     if fault.ends_cluster:
         await _restart(service, outcome)
     else:
         await asyncio.sleep(AFTERMATH_S)
     while not await asyncio.to_thread(service.is_whole):
-        if now() - fault_at > (CLUSTER_LIMIT_S if fault.ends_cluster else WHOLE_LIMIT_S):
+        if now() - ended_at > (CLUSTER_LIMIT_S if fault.ends_cluster else WHOLE_LIMIT_S):
             outcome.problems.append("not whole")
             break
         await asyncio.sleep(POLL_S)

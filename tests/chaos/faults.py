@@ -258,7 +258,7 @@ FAULTS = (
     Fault("hang-device", "an engine's device thread hangs for good", _hang_device),
     Fault("cut-sockets", "cut all token sockets three times", _cut_sockets),
     Fault("delay-sockets", "token sockets lose all packets for 3 s", _delay_sockets(3.0)),
-    Fault("silence-sockets", "the same for 15 s", _delay_sockets(15.0)),
+    Fault("silence-sockets", "token sockets lose all packets for 15 s", _delay_sockets(15.0)),
     Fault("full-disk", "program store full, then kill -9 an engine replica", _fill_store),
     Fault("no-memory", "an engine replica gets no more memory", _exhaust_memory),
     Fault("flood", f"{FLOOD_REQUESTS} clients that connect and leave", _flood),

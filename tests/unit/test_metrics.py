@@ -20,6 +20,7 @@ from replicas.histograms import (
     LATENCY_BUCKETS_S,
     REQUEST_BUCKETS_S,
 )
+from replicas.load_metrics import LOAD_COUNTERS, load_metric_name
 from tests.fake_runner import make_engine, make_request
 
 
@@ -100,6 +101,29 @@ def test_repeated_exports_add_up_to_what_was_counted(monkeypatch: pytest.MonkeyP
     assert values[("systole_engine_step_sequence_rows",)] == stats.num_sequence_rows
     for bucket, count in stats.num_steps.items():
         assert values["systole_engine_bucket_steps", str(bucket)] == count
+
+
+def test_counters_begin_at_zero_with_all_labels_that_are_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, list[float]] = {}
+
+    def record(metric: Metric, value: float, tags: dict[str, str]) -> None:
+        assert set(tags) == set(metric.info["tag_keys"])
+        seen.setdefault(metric.info["name"], []).append(value)
+
+    monkeypatch.setattr(Metric, "_record", record)
+    EngineMetrics()
+    RouterMetrics()
+    assert {value for values in seen.values() for value in values} == {0.0}
+    numbers = {name: len(values) for name, values in seen.items()}
+    assert {name: number for name, number in numbers.items() if number > 1} == {
+        "systole_engine_requests": 8,
+        "systole_router_requests": 4,
+        "systole_engine_step_phase_seconds": len(PHASES),
+        "systole_engine_step_time_seconds_bucket": 2 * (len(INTER_TOKEN_BUCKETS_S) + 1),
+    }
+    assert {load_metric_name(field) for field in LOAD_COUNTERS} <= seen.keys()
 
 
 def test_a_step_beyond_the_last_bound_is_counted() -> None:
