@@ -36,7 +36,11 @@ def command(directory: Path, changes: Mapping[str, Any] | None = None) -> Server
     keys_file.write_text(f"{KEY}\n", encoding="utf-8")
     arguments = config["applications"][0]["args"]
     arguments.update(changes or {})
-    arguments["ingress"] = {**arguments["ingress"], "api_keys_file": str(keys_file)}
+    arguments["ingress"] = {
+        **arguments["ingress"],
+        "api_keys_file": str(keys_file),
+        "tool_call_style": "hermes",  # the model's template names none, but grammars force calls
+    }
     path = directory / "serve_config.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     words = [sys.executable, "-m", "app.launch", "--config", str(path)]

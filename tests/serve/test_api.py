@@ -106,7 +106,11 @@ def handle(
                 "kv_cache_bytes": 1 << 27,
                 "program_store": str(MODEL_DIR.parents[1] / ".cache" / "programs"),
             },
-            "ingress": {"api_keys_file": str(keys_file), "max_body_bytes": 1 << 20},
+            "ingress": {
+                "api_keys_file": str(keys_file),
+                "max_body_bytes": 1 << 20,
+                "tool_call_style": "hermes",  # its template has none, but grammars force calls
+            },
         }
     )
     yield serve.run(application, name="api", route_prefix="/api")
@@ -211,12 +215,13 @@ async def test_anthropics_client_whole_streamed_and_counted(anthropic: AsyncAnth
         "system": "Answer in one word.",
         "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
     }
-    whole = await anthropic.messages.create(**body, max_tokens=20, temperature=0)
+    greedy: Any = {"max_tokens": 20, "extra_body": {"temperature": 0}}  # no longer an argument
+    whole = await anthropic.messages.create(**body, **greedy)
     [block] = whole.content
     assert block.type == "text"
     assert "Rome" in block.text
     assert whole.stop_reason == "end_turn"
-    async with anthropic.messages.stream(**body, max_tokens=20, temperature=0) as stream:
+    async with anthropic.messages.stream(**body, **greedy) as stream:
         text = "".join([piece async for piece in stream.text_stream])
         final = await stream.get_final_message()
     assert text == block.text
@@ -240,14 +245,14 @@ async def test_anthropics_client_calls_a_tool_and_sees_errors(anthropic: AsyncAn
         "messages": [{"role": "user", "content": "The weather in Rome?"}],
     }
     forced: Any = {"tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}}
-    answer = await anthropic.messages.create(**body, **forced, temperature=0)
+    answer = await anthropic.messages.create(**body, **forced)
     [call] = [block for block in answer.content if block.type == "tool_use"]
     assert (answer.stop_reason, call.name) == ("tool_use", "get_weather")
     assert isinstance(call.input["city"], str)
     with pytest.raises(NotFoundError):
         await anthropic.messages.create(**{**body, "model": "other"})
     with pytest.raises(BadRequestError, match="temperature"):
-        await anthropic.messages.create(**body, temperature=9)
+        await anthropic.messages.create(**body, extra_body={"temperature": 9})
 
 
 async def test_a_chat_whole_and_streamed(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
