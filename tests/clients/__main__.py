@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             for suite in chosen:
                 suite.install()
-            command, model_dir = service.command(directory), service.read_model()
+            served = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model_dir = service.with_tools(service.read_model(), served)
+            command = service.command(directory, {"model": str(model_dir)})
             print(f"Serving {model_dir.name} at {command.url}", flush=True)
             stack.enter_context(running(command, log=directory / "serve.log", directory=ROOT))
         except (ToolError, ServerFailed) as error:

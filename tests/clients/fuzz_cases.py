@@ -12,7 +12,7 @@ import json
 import sys
 import threading
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,7 @@ class Route:
     def _note(self, failure: str) -> None:
         if len(self.failures) < FAILURES_SHOWN:
             self.failures.append(failure)
+            print(f"{self.name}: {failure}", file=sys.stderr, flush=True)
 
 
 def main(url: str, key: str, num_cases: str, seed: str, output: str) -> None:
@@ -93,8 +94,10 @@ def main(url: str, key: str, num_cases: str, seed: str, output: str) -> None:
             for mode in _DATA_MODES if route.weight else ():
                 count = -(-left * route.weight // (shares * len(_DATA_MODES)))
                 jobs.append(workers.submit(route.send, url, key, mode, count, int(seed)))
-        for job in jobs:
+        for job in as_completed(jobs):
             job.result()
+            num_sent = sum(route.statuses.total() for route in routes)
+            print(f"{num_sent} cases sent", file=sys.stderr, flush=True)
     rows = [
         {"route": r.name, "statuses": dict(sorted(r.statuses.items())), "failures": r.failures}
         for r in routes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +17,23 @@ from bench.server_process import ServerCommand
 from tests.clients.tools import ROOT
 
 KEY = "test-key"  # as tests/serve/test_api.py has it
+TOOLS_TEMPLATE = Path(__file__).parent / "tools_template.jinja"
 START_LIMIT_S = 600.0
+
+
+def with_tools(model: Path, directory: Path) -> Path:
+    """Return a model directory of the same name, whose chat template takes tools as Hermes' does.
+
+    The default model has never seen a tool; where a grammar forces a call, it makes one.
+    """
+    changed = directory / model.name
+    changed.mkdir()
+    for path in model.iterdir():
+        (changed / path.name).symlink_to(path)
+    template = changed / "chat_template.jinja"
+    template.unlink(missing_ok=True)
+    shutil.copy(TOOLS_TEMPLATE, template)
+    return changed
 
 
 def read_model() -> Path:
@@ -24,7 +41,7 @@ def read_model() -> Path:
     return ROOT / _read_config()["applications"][0]["args"]["model"]
 
 
-def command(directory: Path, changes: Mapping[str, Any] | None = None) -> ServerCommand:
+def command(directory: Path, changes: Mapping[str, Any]) -> ServerCommand:
     """Write the config of a service on a port of its own, and say how to launch it.
 
     Args:
@@ -35,12 +52,8 @@ def command(directory: Path, changes: Mapping[str, Any] | None = None) -> Server
     keys_file = directory / "api_keys"
     keys_file.write_text(f"{KEY}\n", encoding="utf-8")
     arguments = config["applications"][0]["args"]
-    arguments.update(changes or {})
-    arguments["ingress"] = {
-        **arguments["ingress"],
-        "api_keys_file": str(keys_file),
-        "tool_call_style": "hermes",  # the model's template names none, but grammars force calls
-    }
+    arguments.update(changes)
+    arguments["ingress"] = {**arguments["ingress"], "api_keys_file": str(keys_file)}
     path = directory / "serve_config.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     words = [sys.executable, "-m", "app.launch", "--config", str(path)]

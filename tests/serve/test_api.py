@@ -26,6 +26,7 @@ from ray.serve.handle import DeploymentHandle
 
 from app.build import build
 from app.tokenizer import Tokenizer
+from tests.clients.service import with_tools
 
 pytestmark = pytest.mark.ray
 
@@ -96,7 +97,7 @@ def handle(
     keys_file.write_text(f"{KEY}\n", encoding="utf-8")
     application = build(
         {
-            "model": str(MODEL_DIR),
+            "model": str(with_tools(MODEL_DIR, tmp_path_factory.mktemp("models"))),
             "engine": {
                 "platform": "cpu",
                 "max_num_seqs": 8,
@@ -106,11 +107,7 @@ def handle(
                 "kv_cache_bytes": 1 << 27,
                 "program_store": str(MODEL_DIR.parents[1] / ".cache" / "programs"),
             },
-            "ingress": {
-                "api_keys_file": str(keys_file),
-                "max_body_bytes": 1 << 20,
-                "tool_call_style": "hermes",  # its template has none, but grammars force calls
-            },
+            "ingress": {"api_keys_file": str(keys_file), "max_body_bytes": 1 << 20},
         }
     )
     yield serve.run(application, name="api", route_prefix="/api")
