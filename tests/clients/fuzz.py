@@ -1,6 +1,6 @@
 """Sends thousands of requests that schemathesis makes from /openapi.json; none may fail with a 500.
 
-    .venv/bin/python -m tests.clients.fuzz [--cases 20000] [--seed 0] [--output FILE]
+    .venv/bin/python -m tests.clients.fuzz [--cases 20000] [--seed 0] [--limit-minutes 60]
 
 Serves a small random model as `make serve` would: with a real engine, router and grammars, and with
 short answers, so that the time goes into requests. Prints what each route answered. Ends with
@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.clients.fuzz", description=__doc__)
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit-minutes", type=float, default=60.0, help="to send cases in")
     parser.add_argument("--output", type=Path, help="write the counts and failures as JSON")
     options = parser.parse_args(arguments)
     began = time.monotonic()
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with running(command, log=directory / "serve.log", directory=ROOT):
                 routes = _fuzz(python, command.url, options, directory)
                 problems = _left_behind(command.url)
-        except (ToolError, ServerFailed, subprocess.CalledProcessError) as error:
+        except (ToolError, ServerFailed, subprocess.CalledProcessError, OSError) as error:
             print(f"cannot fuzz: {error}", file=sys.stderr)
             return 1
     for route in routes:
@@ -104,7 +105,8 @@ def _fuzz(
     """Send the cases from schemathesis' own environment; returns a row for each route."""
     output = directory / "cases.json"
     command = [str(python), str(CASES), url, service.KEY, str(options.cases), str(options.seed)]
-    subprocess.run([*command, str(output)], check=True, cwd=directory)
+    command += [str(60 * options.limit_minutes), str(output)]
+    subprocess.run(command, check=True, cwd=directory)
     return json.loads(output.read_text(encoding="utf-8"))
 
 

@@ -1,6 +1,6 @@
 """Makes and sends the cases; run by `tests.clients.fuzz` in schemathesis' own environment.
 
-    python fuzz_cases.py URL KEY CASES SEED OUTPUT
+    python fuzz_cases.py URL KEY CASES SEED LIMIT_S OUTPUT
 
 Half of a route's cases keep to its schema, half break it somewhere. OUTPUT is a JSON list with, for
 each route, the number of answers by status and a curl command for the first failures.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -22,7 +23,9 @@ import schemathesis
 from schemathesis import GenerationMode
 
 NUM_WORKERS = 8  # requests at once: as many as the model has slots
+BATCH_CASES = 100  # of one route, with a seed of their own
 FAILURES_SHOWN = 5
+SHOWN_EVERY = 500
 PLAIN_CASES = 5  # of a route that takes nothing
 TIMEOUT_S = 60.0
 _DATA_MODES = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
@@ -37,6 +40,7 @@ class Route:
         self.statuses: Counter[str] = Counter()
         self.failures: list[str] = []
         self._lock = threading.Lock()
+        self._cases = {mode: operation.as_strategy(generation_mode=mode) for mode in _DATA_MODES}
 
     @property
     def weight(self) -> int:
@@ -60,14 +64,13 @@ class Route:
                 if not status.isdecimal() or int(status) >= 500:
                     self._note(f"{status}: {case.as_curl_command(headers, base_url=url)}")
 
-        cases = self.operation.as_strategy(generation_mode=mode)
         wrapped = hypothesis.settings(
             max_examples=count,
             database=None,
             deadline=None,
             phases=[hypothesis.Phase.generate],
             suppress_health_check=list(hypothesis.HealthCheck),
-        )(hypothesis.seed(seed)(hypothesis.given(cases)(send_one)))
+        )(hypothesis.seed(seed)(hypothesis.given(self._cases[mode])(send_one)))
         wrapped()
 
     def _note(self, failure: str) -> None:
@@ -76,7 +79,7 @@ class Route:
             print(f"{self.name}: {failure}", file=sys.stderr, flush=True)
 
 
-def main(url: str, key: str, num_cases: str, seed: str, output: str) -> None:
+def main(url: str, key: str, num_cases: str, seed: str, limit_s: str, output: str) -> None:
     answer = requests.get(
         f"{url}/openapi.json", headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT_S
     )
@@ -85,19 +88,29 @@ def main(url: str, key: str, num_cases: str, seed: str, output: str) -> None:
     plain = [route for route in routes if not route.weight]
     shares = sum(route.weight for route in routes)
     left = int(num_cases) - PLAIN_CASES * len(plain)
+    batches = [(route, GenerationMode.POSITIVE, PLAIN_CASES, 0) for route in plain]
+    for route in routes:
+        for mode in _DATA_MODES if route.weight else ():
+            count = -(-left * route.weight // (shares * len(_DATA_MODES)))
+            starts = range(0, count, BATCH_CASES)
+            batches += [(route, mode, min(BATCH_CASES, count - at), at) for at in starts]
+    # By turns, so that whoever stops early has seen something of every route.
+    batches.sort(key=lambda batch: batch[3])
+    give_up_at = time.monotonic() + float(limit_s)
+
+    def send(route: Route, mode: GenerationMode, count: int, start: int) -> None:
+        if time.monotonic() < give_up_at:
+            route.send(url, key, mode, count, int(seed) + start)
+
+    num_shown = 0
     with ThreadPoolExecutor(NUM_WORKERS) as workers:
-        jobs = [
-            workers.submit(route.send, url, key, GenerationMode.POSITIVE, PLAIN_CASES, int(seed))
-            for route in plain
-        ]
-        for route in routes:
-            for mode in _DATA_MODES if route.weight else ():
-                count = -(-left * route.weight // (shares * len(_DATA_MODES)))
-                jobs.append(workers.submit(route.send, url, key, mode, count, int(seed)))
+        jobs = [workers.submit(send, *batch) for batch in batches]
         for job in as_completed(jobs):
             job.result()
             num_sent = sum(route.statuses.total() for route in routes)
-            print(f"{num_sent} cases sent", file=sys.stderr, flush=True)
+            if num_sent >= num_shown + SHOWN_EVERY:
+                num_shown = num_sent
+                print(f"{num_sent} cases sent", file=sys.stderr, flush=True)
     rows = [
         {"route": r.name, "statuses": dict(sorted(r.statuses.items())), "failures": r.failures}
         for r in routes

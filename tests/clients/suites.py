@@ -181,13 +181,14 @@ def run_aiperf(target: Target) -> str:
     command += ["--synthetic-input-tokens-mean", "64", "--output-tokens-mean", str(OUTPUT_TOKENS)]
     command += ["--extra-inputs", "ignore_eos:true", "--extra-inputs", "temperature:0"]
     command += ["--output-artifact-dir", output, "--ui", "none"]
-    # With it set, the tokenizer's directory is refused as a name that cannot be downloaded.
-    environment = {"HF_HUB_OFFLINE": "0"}
+    # With either set, even to 0, the tokenizer's directory is refused as no name of the Hub.
+    environment = {"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": ""}
     target.run("aiperf", command, environment=environment, limit_s=600)
     report = _read_json(output, "profile_export_aiperf.json")
     if report["request_count"]["avg"] != NUM_PROFILED or report.get("error_summary"):
         raise SuiteFailed(f"not all were answered: {report.get('error_summary')}")
-    if report["output_sequence_length"]["avg"] != OUTPUT_TOKENS:
+    # aiperf tokenizes the text anew, which need not give the tokens that it was made of.
+    if abs(report["output_sequence_length"]["avg"] - OUTPUT_TOKENS) > 1:
         raise SuiteFailed(f"answers of {report['output_sequence_length']['avg']} tokens")
     ttft = report["time_to_first_token"]
     speed = report["output_token_throughput"]
