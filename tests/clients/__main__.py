@@ -74,4 +74,7 @@ def _end(signal_number: int, _frame: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _end)
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # the service has been stopped on the way here
+        sys.exit(130)
