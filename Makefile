@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench golden-http chaos soak scale clean
+.PHONY: help setup setup-dev serve test lint bench golden-http chaos clients fuzz soak scale clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -59,6 +59,13 @@ golden-http: setup-dev  ## serve every golden checkpoint over HTTP and compare i
 
 chaos: setup-dev  ## break a service of its own in every way; the table goes to docs/reliability.md
 	@$(VENV_PYTHON) -m tests.chaos --write
+
+clients: setup-dev  ## drive a served model with other people's clients (downloads 2 GB of tools once)
+	@$(VENV_PYTHON) -m tests.clients
+
+FUZZ_CASES ?= 20000
+fuzz: setup-dev  ## send FUZZ_CASES requests that schemathesis makes up; no answer may be a 500
+	@$(VENV_PYTHON) -m tests.clients.fuzz --cases $(FUZZ_CASES)
 
 SOAK_MINUTES ?= 60
 SOAK_SHARE ?= 0.7

@@ -1,4 +1,8 @@
-"""One Ray cluster for all tests of this directory: local, loopback only, on ports of its own."""
+"""One Ray cluster for all tests of this directory: local, loopback only, on ports of its own.
+
+With `--service-url URL` the tests of test_api.py drive a service that runs elsewhere, as
+`python -m tests.clients` does; those that need its handle are left out.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,18 @@ from collections.abc import Iterator
 import pytest
 import ray
 from ray import serve
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--service-url", help="root of a running service to test, without a cluster")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--service-url") is None:
+        return
+    inside = [i for i in items if isinstance(i, pytest.Function) and "handle" in i.fixturenames]
+    config.hook.pytest_deselected(items=inside)
+    items[:] = [item for item in items if item not in inside]
 
 
 def free_port() -> int:

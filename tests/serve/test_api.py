@@ -1,4 +1,4 @@
-"""The whole service over real Ray and a real engine, driven by OpenAI's own client."""
+"""The whole service over real Ray and a real engine, driven by OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import aiohttp
 import openai
 import pydantic
 import pytest
+from anthropic import AsyncAnthropic, BadRequestError, NotFoundError
 from openai import AsyncOpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
@@ -47,7 +48,6 @@ IDLE_GAUGES = (
 @dataclass(frozen=True)
 class Service:
     url: str
-    handle: DeploymentHandle[Any]
 
     def client(self, key: str = KEY) -> AsyncOpenAI:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
@@ -75,7 +75,23 @@ class Service:
 
 
 @pytest.fixture(scope="module")
-def service(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(request: pytest.FixtureRequest) -> Iterator[Service]:
+    """The service that `--service-url` names, or one of our own."""
+    url = request.config.getoption("--service-url")
+    service = Service(url or f"http://127.0.0.1:{request.getfixturevalue('serve_port')}/api")
+    if url is None:
+        request.getfixturevalue("handle")
+    asyncio.run(wait_until_ready(service))
+    yield service
+    gauges = asyncio.run(service.gauges())
+    assert gauges["systole_engine_compiles_after_warmup_total"] == 0
+
+
+@pytest.fixture(scope="module")
+def handle(
+    serve_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DeploymentHandle[Any]]:
+    """The application, deployed here."""
     keys_file = tmp_path_factory.mktemp("keys") / "api_keys"
     keys_file.write_text(f"{KEY}\n", encoding="utf-8")
     application = build(
@@ -93,13 +109,8 @@ def service(serve_port: int, tmp_path_factory: pytest.TempPathFactory) -> Iterat
             "ingress": {"api_keys_file": str(keys_file), "max_body_bytes": 1 << 20},
         }
     )
-    handle = serve.run(application, name="api", route_prefix="/api")
-    service = Service(f"http://127.0.0.1:{serve_port}/api", handle)
-    asyncio.run(wait_until_ready(service))
-    yield service
-    gauges = asyncio.run(service.gauges())
+    yield serve.run(application, name="api", route_prefix="/api")
     serve.delete("api")
-    assert gauges["systole_engine_compiles_after_warmup_total"] == 0
 
 
 async def wait_until_ready(service: Service) -> None:
@@ -115,6 +126,14 @@ async def wait_until_ready(service: Service) -> None:
 @pytest.fixture
 async def client(service: Service) -> AsyncIterator[AsyncOpenAI]:
     async with service.client() as client:
+        yield client
+
+
+@pytest.fixture
+async def anthropic(service: Service) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(
+        base_url=service.url, api_key=KEY, max_retries=0, timeout=120
+    ) as client:
         yield client
 
 
@@ -175,22 +194,45 @@ async def test_logprobs_and_penalties_come_through_the_whole_service(client: Asy
     assert all(entry.token == entry.top_logprobs[0].token for entry in entries)
 
 
-async def test_scores_and_messages_of_the_whole_service(service: Service) -> None:
+async def test_scores_of_the_whole_service(service: Service) -> None:
     headers = {"Authorization": f"Bearer {KEY}"}
     score = {"prompt": PROMPT, "continuations": [" Paris", " cheese"]}
-    message = {
-        "model": MODEL,
-        "max_tokens": 5,
-        "messages": [{"role": "user", "content": "Hi"}],
-    }
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async with session.post(f"{service.url}/v1/score", json=score) as response:
-            likely, unlikely = (await response.json())["data"]
-        async with session.post(f"{service.url}/v1/messages", json=message) as response:
-            answer = await response.json()
+    async with (
+        aiohttp.ClientSession(headers=headers) as session,
+        session.post(f"{service.url}/v1/score", json=score) as response,
+    ):
+        likely, unlikely = (await response.json())["data"]
     assert likely["logprob"] > unlikely["logprob"] + 3
-    assert answer["usage"]["output_tokens"] <= 5
-    assert answer["content"][0]["text"]
+
+
+async def test_anthropics_client_whole_streamed_and_counted(anthropic: AsyncAnthropic) -> None:
+    body: Any = {
+        "model": MODEL,
+        "system": "Answer in one word.",
+        "messages": [{"role": "user", "content": "What is the capital of Italy?"}],
+    }
+    greedy: Any = {"max_tokens": 20, "extra_body": {"temperature": 0}}  # no longer an argument
+    whole = await anthropic.messages.create(**body, **greedy)
+    [block] = whole.content
+    assert block.type == "text"
+    assert "Rome" in block.text
+    assert whole.stop_reason == "end_turn"
+    async with anthropic.messages.stream(**body, **greedy) as stream:
+        text = "".join([piece async for piece in stream.text_stream])
+        final = await stream.get_final_message()
+    assert text == block.text
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    count = await anthropic.messages.count_tokens(**body)
+    cached = whole.usage.cache_read_input_tokens or 0
+    assert count.input_tokens == whole.usage.input_tokens + cached
+
+
+async def test_anthropics_client_sees_errors_as_its_own(anthropic: AsyncAnthropic) -> None:
+    body: Any = {"max_tokens": 8, "messages": [{"role": "user", "content": "Hi"}]}
+    with pytest.raises(NotFoundError):
+        await anthropic.messages.create(**body, model="other")
+    with pytest.raises(BadRequestError, match="temperature"):
+        await anthropic.messages.create(**body, model=MODEL, extra_body={"temperature": 9})
 
 
 async def test_a_chat_whole_and_streamed(client: AsyncOpenAI, tokenizer: Tokenizer) -> None:
@@ -356,7 +398,7 @@ async def test_errors_arrive_as_the_clients_own_exceptions(
 
     assert isinstance(await failing(model="other"), openai.NotFoundError)
     assert isinstance(await failing(temperature=1e9), openai.BadRequestError)
-    error = await failing(prompt="word " * 3000)
+    error = await failing(prompt="word " * 9000)
     assert (error.status_code, error.code) == (400, "context_length_exceeded")
     error = await failing(prompt=[1, 10**6])
     assert (error.status_code, error.param) == (400, "prompt")
@@ -408,9 +450,11 @@ async def test_models_health_and_version(service: Service, client: AsyncOpenAI) 
             assert response.status == 401
 
 
-async def test_a_handle_streams_without_http(service: Service) -> None:
+async def test_a_handle_streams_without_http(
+    service: Service, handle: DeploymentHandle[Any]
+) -> None:
     body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    handle = service.handle.options(stream=True)
+    handle = handle.options(stream=True)
     items = [item async for item in handle.generate.remote(body)]
     *deltas, last = items
     assert "Paris" in "".join(item["text"] for item in deltas)
