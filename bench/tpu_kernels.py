@@ -152,7 +152,6 @@ DECODES = {
     "decode, head_dim 64": Variant(head_dim=64),
     "decode, 3 KV heads of 64": Variant(num_heads=9, num_kv_heads=3, head_dim=64),
     "decode, int8 pages": _INT8,
-    "decode, 2 tokens": Variant(q_len=2),
     "decode, 4 tokens": Variant(q_len=4),
     "decode, 8 tokens": Variant(q_len=8),
     "decode, head_dim 64, 4 tokens": Variant(head_dim=64, q_len=4),
@@ -171,9 +170,7 @@ LATENTS = {
 _SMALL = Variant(num_heads=8, num_kv_heads=2)
 SMALL_DECODES = {
     "small decode": _SMALL,
-    "small decode, head_dim 64": replace(_SMALL, head_dim=64),
     "small decode, int8 pages": replace(_SMALL, kv_dtype=jnp.int8),
-    "small decode, 4 tokens": replace(_SMALL, q_len=4),
 }
 """A quarter of the heads: seconds to compile."""
 SMALL_PREFILLS = {"small prefill": _SMALL}
@@ -259,7 +256,11 @@ class _Meter:
         for kind, body in zip(("diagonal", "interior"), bodies, strict=True):
             row = self._row(f"{name} {kind}: {unit}", compiled, body, units, time)
             # What is done for all heads at once, such as masks.
-            around = sum(loop.num_own_bundles for loop in compiled.loops if loop.encloses(body))
+            around = sum(
+                loop.num_own_bundles
+                for loop in compiled.loops
+                if depth == 3 and loop.encloses(body)  # else the body holds it itself
+            )
             bundles = row.bundles + around * share / units
             rows.append(replace(row, bundles=round(bundles, 1)))
         return rows

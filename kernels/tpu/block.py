@@ -8,7 +8,6 @@ cache's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -294,49 +293,31 @@ class BlockShape:
         return rows.reshape(self.max_q_len, self.num_heads, LANES)
 
 
-class Block(NamedTuple):
-    """A block and the rows that attend to it.
+def attend_block(
+    shape: BlockShape, q: jax.Array, refs: BlockRefs, *, num_keys: Any, q_len: Any
+) -> State:
+    """Attend to one block.
 
-    Attributes:
+    KV heads with few rows share one product: their queries stand in a block diagonal, so that the
+    zeros pick each row's own head. That is exact, and costs no more than the products one by one,
+    since what they cost is the loading of keys and values.
+
+    Args:
+        shape: static sizes.
         q: [max_q_len, H, D]; rows past q_len may hold anything.
         refs: its keys and values.
         num_keys: keys of the sequence from the block's first on.
         q_len: tokens in use; they are the sequence's last.
     """
-
-    q: jax.Array
-    refs: BlockRefs
-    num_keys: Any
-    q_len: Any
-
-
-def attend_blocks(shape: BlockShape, blocks: Sequence[Block]) -> Iterator[State]:
-    """Attend to each block by itself; their results in order.
-
-    KV heads with few rows share one product: their queries stand in a block diagonal, so that the
-    zeros pick each row's own head. That is exact, and costs no more than the products one by one,
-    since what they cost is the loading of keys and values.
-    """
-    units = [
-        (block, rows, heads)
-        for block in blocks
-        for rows in [shape.by_head(block.q.astype(jnp.float32))]
-        for heads in shape.chunks
-    ]
-    # Scores are asked for before the softmax of the heads before them, which hides their latency.
-    scores = _product_with_keys(shape, *units[0])
-    parts: list[State] = []
-    for (block, _, heads), following in zip(units, [*units[1:], None], strict=True):
-        own = scores
-        if following is not None:
-            scores = _product_with_keys(shape, *following)
-        parts.append(_attend_heads(shape, block, own, heads))
-        if heads == shape.chunks[-1]:
-            yield tuple(
-                part[0] if len(part) == 1 else jnp.concatenate(part, axis=0)
-                for part in zip(*parts, strict=True)
-            )
-            parts = []
+    rows = shape.by_head(q.astype(jnp.float32))
+    parts = []
+    for first, end in shape.chunks:
+        own = rows[first * shape.head_rows : end * shape.head_rows]
+        parts.append(_attend_heads(shape, own, refs, (first, end), num_keys=num_keys, q_len=q_len))
+    return tuple(
+        part[0] if len(part) == 1 else jnp.concatenate(part, axis=0)
+        for part in zip(*parts, strict=True)
+    )
 
 
 def new_state(num_rows: int) -> State:
@@ -372,12 +353,16 @@ def normalise(state: State, sinks: jax.Array | None = None) -> jax.Array:
     return acc * decay / (total * decay + jnp.exp2(sinks - new_top))
 
 
-def _product_with_keys(
-    shape: BlockShape, block: Block, rows: jax.Array, heads: tuple[int, int]
-) -> jax.Array:
-    """Products of a chunk's heads' rows with their keys, see `BlockShape.scores`."""
+def _attend_heads(
+    shape: BlockShape,
+    rows: jax.Array,
+    refs: BlockRefs,
+    heads: tuple[int, int],
+    *,
+    num_keys: Any,
+    q_len: Any,
+) -> State:
     num_heads = heads[1] - heads[0]
-    rows = rows[heads[0] * shape.head_rows : heads[1] * shape.head_rows]
     row_head = lax.broadcasted_iota(jnp.int32, rows.shape, 0) // shape.head_rows
     scores = jnp.zeros((), jnp.float32)
     for head in range(num_heads):
@@ -385,30 +370,21 @@ def _product_with_keys(
         own = rows if num_heads == 1 else jnp.where(row_head == head, rows, 0.0)
         product = lax.dot_general(
             shape.spread(own),
-            shape.load(block.refs, 2 * (heads[0] + head)),
+            shape.load(refs, 2 * (heads[0] + head)),
             (((1,), (1,)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         if shape.has_scales:
-            product *= shape.load_scales(block.refs, 2 * (heads[0] + head))
+            product *= shape.load_scales(refs, 2 * (heads[0] + head))
         scores += product
-    return shape.scores(scores)
-
-
-def _attend_heads(
-    shape: BlockShape, block: Block, scores: jax.Array, heads: tuple[int, int]
-) -> State:
-    num_heads, num_rows = heads[1] - heads[0], scores.shape[0]
-    out_shape = (num_rows, LANES)
-    row_head = lax.broadcasted_iota(jnp.int32, out_shape, 0) // shape.head_rows
-    mask = _score_mask(shape, num_rows, block.num_keys, block.q_len)
-    scores = jnp.where(mask, shape.scale(scores), NO_MAX)
+    mask = _score_mask(shape, rows.shape[0], num_keys, q_len)
+    scores = jnp.where(mask, shape.scale(shape.scores(scores)), NO_MAX)
     top = jnp.max(scores, axis=1, keepdims=True)
     weights = jnp.exp2(scores - top)
     total = sum_by_lane(weights)
     if shape.has_scales:
-        weights *= _value_scales(shape, block.refs, heads, weights.shape)
-    values = [shape.load(block.refs, 2 * head + 1) for head in range(*heads)]
+        weights *= _value_scales(shape, refs, heads, weights.shape)
+    values = [shape.load(refs, 2 * head + 1) for head in range(*heads)]
     product = lax.dot_general(
         shape.spread_weights(weights),
         values[0] if num_heads == 1 else jnp.concatenate(values, axis=1),
@@ -419,7 +395,7 @@ def _attend_heads(
     acc = parts[0]
     for head in range(1, num_heads):
         acc = jnp.where(row_head == head, parts[head], acc)
-    return jnp.broadcast_to(top, out_shape), total, acc
+    return jnp.broadcast_to(top, rows.shape), total, acc
 
 
 def _value_scales(

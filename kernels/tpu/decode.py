@@ -35,9 +35,8 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.quantized_pages import QuantizedPages
 from kernels.tpu.block import (
     LANES,
-    Block,
     BlockShape,
-    attend_blocks,
+    attend_block,
     cast_rows,
     merge_block,
     new_state,
@@ -277,24 +276,22 @@ class _Kernel:
         block, buffers = self.shape.block, self.buffers
         state = (buffers.top[...], buffers.total[...], buffers.acc[...])
         sinks = None if self.sinks is None else self.sinks[...]
-        rows = [pl.ds(j * block.max_q_len, block.max_q_len) for j in range(self.shape.round_items)]
-        blocks = [
-            Block(
-                q=buffers.qkv[slot, rows[j], pl.ds(0, block.num_heads)],
-                refs=self.stream.item_pages(slot, j),
+        for j in range(self.shape.round_items):
+            rows = pl.ds(j * block.max_q_len, block.max_q_len)
+            partial = attend_block(
+                block,
+                buffers.qkv[slot, rows, pl.ds(0, block.num_heads)],
+                self.stream.item_pages(slot, j),
                 num_keys=self.item.num_keys[ids_slot, j],
                 q_len=self.item.q_len[ids_slot, j],
             )
-            for j in range(self.shape.round_items)
-        ]
-        for j, partial in enumerate(attend_blocks(block, blocks)):
             is_first = self.item.is_first[ids_slot, j] != 0
             state = tuple(
                 jnp.where(is_first, new, old)
                 for new, old in zip(new_state(block.num_rows), state, strict=True)
             )
             state = merge_block(state, partial)
-            buffers.out[slot, rows[j]] = block.by_token(normalise(state, sinks)).astype(
+            buffers.out[slot, rows] = block.by_token(normalise(state, sinks)).astype(
                 buffers.out.dtype
             )
         buffers.top[...], buffers.total[...], buffers.acc[...] = state

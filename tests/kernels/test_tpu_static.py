@@ -66,10 +66,9 @@ def test_a_target_that_the_baseline_misses_is_known_and_a_new_miss_is_a_regressi
     assert regressions == [f"{over.key}: 311.0 bundles, target 310"]
 
 
-def test_small_kernels_pass_the_gate_for_every_generation_that_we_name() -> None:
-    generations = [f"--only={name}" for name in ("v5e", "v6e", "tpu7x")]
+def test_small_kernels_of_v6e_pass_the_gate() -> None:
     gate = subprocess.run(  # libtpu takes its flags when it is loaded: a process of its own
-        [sys.executable, "-m", "bench.tpu_static", "kernels", "--small", "--gate", *generations],
+        [sys.executable, "-m", "bench.tpu_static", "kernels", "--small", "--gate", "--only=v6e"],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
         capture_output=True,
