@@ -41,6 +41,11 @@ class Loop:
     slots: dict[str, int]
     num_dma_starts: int
 
+    def encloses(self, inner: Loop) -> bool:
+        """Whether a loop of the same computation is the next one inside."""
+        is_inside = self.first < inner.first < self.first + self.num_bundles
+        return is_inside and self.depth == inner.depth - 1
+
     def limiting_slot(self, capacities: dict[str, int]) -> tuple[str, int]:
         """The slot that needs the most bundles, and how many it needs."""
         need = {slot: -(-count // capacities[slot]) for slot, count in self.slots.items()}

@@ -1,11 +1,11 @@
-"""What the static gate of the TPU kernels calls a miss, and what a regression."""
+"""The static gate of the TPU kernels: what it calls a known miss and what a regression."""
 
 import dataclasses
 
 import pytest
 
 from bench.tpu_kernels import KernelRow
-from bench.tpu_static import kernel_misses, kernel_regressions
+from bench.tpu_static import judge_kernels
 
 ROW = KernelRow(
     loop="decode: MiB of KV",
@@ -16,28 +16,47 @@ ROW = KernelRow(
     spills=20.0,
     dma_bundles=1119,
     compile_s=3.0,
+    compile_ratio=2.0,
 )
+RECORD = {"bundles": 300.0, "spills": 20.0, "compile_s": 3.0, "compile_ratio": 2.0}
 
 
 @pytest.mark.parametrize(
     ("recorded", "expected"),
     [
-        ({"bundles": 290.0, "spills": 20.0}, []),
-        ({"bundles": 280.0, "spills": 20.0}, ["300.0 bundles, baseline 280.0"]),
-        ({"bundles": 300.0, "spills": 0.0}, ["20.0 spills, baseline 0.0"]),
-        (None, []),
+        ({"bundles": 290.0}, []),
+        ({"bundles": 280.0}, ["300.0 bundles, baseline 280.0"]),
+        ({"spills": 0.0}, ["20.0 spills, baseline 0.0"]),
+        ({"compile_ratio": 1.7}, []),
+        ({"compile_ratio": 1.5}, ["2.0 times a fixed program's time to compile, baseline 1.5"]),
     ],
 )
-def test_what_is_5_percent_worse_is_a_regression(recorded, expected) -> None:
-    baseline = {} if recorded is None else {ROW.key: recorded}
-    found = kernel_regressions(ROW, baseline)
-    assert len(found) == len(expected)
-    for sentence, part in zip(found, expected, strict=True):
-        assert part in sentence
+def test_what_is_worse_than_the_baseline_is_a_regression(
+    recorded: dict[str, float], expected: list[str]
+) -> None:
+    known, regressions = judge_kernels([ROW], {ROW.key: RECORD | recorded})
+    assert known == []
+    assert regressions == [f"{ROW.key}: {sentence}" for sentence in expected]
 
 
-def test_a_target_that_is_missed_is_listed() -> None:
-    assert kernel_misses(ROW) == []
+def test_a_loop_must_be_measured_and_recorded() -> None:
+    _, [regression] = judge_kernels([ROW], {})
+    assert "not in the baseline" in regression
+    _, [regression] = judge_kernels([], {ROW.key: RECORD})
+    assert "no longer measured" in regression
+
+
+def test_a_target_that_the_baseline_misses_is_known_and_a_new_miss_is_a_regression() -> None:
     slow = dataclasses.replace(ROW, bundles=1200.0, compile_s=11.0)
-    for part, miss in zip(("target 310", "DMA", "compiled"), kernel_misses(slow), strict=True):
-        assert part in miss
+    recorded = {"bundles": 1200.0, "compile_s": 11.0}
+    known, regressions = judge_kernels([slow], {slow.key: RECORD | recorded})
+    assert [miss.split(": ")[-1] for miss in known] == [
+        "1200.0 bundles, target 310",
+        "1200.0 bundles, its DMA takes 1119",
+        "compiled in 11.0 s, target 10.0",
+    ]
+    assert regressions == []
+    over = dataclasses.replace(ROW, bundles=311.0)
+    known, regressions = judge_kernels([over], {over.key: RECORD})
+    assert known == []
+    assert regressions == [f"{over.key}: 311.0 bundles, target 310"]
