@@ -23,7 +23,7 @@ from kernels.tpu.mla import LatentTiling, ragged_paged_latent_attention
 from kernels.tpu.plan import page_windows, plan_decode, plan_prefill, plan_store
 from kernels.tpu.prefill import HEADS_AT_ONCE, prefill_attention
 from kernels.tpu.store import store_pages
-from kernels.tpu.tiling import Tiling, choose_tiling, padded_lanes
+from kernels.tpu.tiling import Tiling, choose_tiling, padded_lanes, tokens_per_row
 from replicas.engine import tpu_topology
 from replicas.engine.tpu_chips import CHIPS
 
@@ -97,7 +97,7 @@ class Variant:
     @property
     def row_tokens(self) -> int:
         """Tokens in a row of lanes."""
-        return 128 // self.head_dim
+        return tokens_per_row(self.head_dim)
 
     @property
     def tiling(self) -> Tiling:
@@ -107,7 +107,7 @@ class Variant:
             num_kv_heads=self.num_kv_heads,
             page_size=PAGE_SIZE,
             kv_dtype=self.kv_dtype,
-            row_tokens=self.row_tokens,
+            head_dim=self.head_dim,
             decode_q_len=self.q_len,
         )
 
@@ -117,7 +117,7 @@ class Variant:
         decodes, prefill = self.tiling.shapes(
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
-            row_tokens=self.row_tokens,
+            head_dim=self.head_dim,
             page_size=PAGE_SIZE,
             kv_dtype=self.kv_dtype,
             dtype=jnp.bfloat16,
@@ -151,6 +151,7 @@ DECODES = {
     "decode": _PLAIN,
     "decode, head_dim 64": Variant(head_dim=64),
     "decode, 3 KV heads of 64": Variant(num_heads=9, num_kv_heads=3, head_dim=64),
+    "decode, head_dim 256": Variant(num_heads=16, num_kv_heads=8, head_dim=256),
     "decode, int8 pages": _INT8,
     "decode, 4 tokens": Variant(q_len=4),
     "decode, 8 tokens": Variant(q_len=8),
@@ -160,6 +161,7 @@ DECODES = {
 PREFILLS = {
     "prefill": _PLAIN,
     "prefill, head_dim 64": Variant(head_dim=64),
+    "prefill, head_dim 256": Variant(num_heads=16, num_kv_heads=8, head_dim=256),
     "int8 prefill": _INT8,
 }
 STORES = {"store": _PLAIN, "int8 store": _INT8}
@@ -360,12 +362,13 @@ def _compile(
     with tpu_topology.lowering_for(devices):
         array = _Arrays(devices[0])
         num_kv_rows, row_tokens = 2 * variant.num_kv_heads, variant.row_tokens
-        shape = (NUM_PAGES, num_kv_rows, PAGE_SIZE // row_tokens, 128)
+        lanes = row_tokens * variant.head_dim
+        shape = (NUM_PAGES, num_kv_rows, PAGE_SIZE // row_tokens, lanes)
         kv_pages = array(*shape, dtype=variant.kv_dtype)
         if variant.has_scales:
             kv_pages = QuantizedPages(kv_pages, array(*shape[:3], dtype=jnp.float32))
         num_columns = variant.num_heads + num_kv_rows + variant.has_scales
-        qkv = array(num_rows, num_columns, 128, dtype=jnp.bfloat16)
+        qkv = array(num_rows, num_columns, lanes, dtype=jnp.bfloat16)
         jax.jit(function, donate_argnums=1).lower(qkv, kv_pages, *array.indices).compile()
 
 

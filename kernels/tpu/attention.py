@@ -21,10 +21,10 @@ from kernels.tpu.decode import decode_attention
 from kernels.tpu.plan import page_windows, plan_decode, plan_prefill, plan_store
 from kernels.tpu.prefill import prefill_attention
 from kernels.tpu.store import store_pages
-from kernels.tpu.tiling import BLOCK_KEYS, Tiling, choose_tiling
+from kernels.tpu.tiling import BLOCK_KEYS, Tiling, choose_tiling, padded_head_dim, tokens_per_row
 
-HEAD_DIMS = (64, 128)
-"""Head sizes that the kernels take: half a row of lanes, two tokens to a row, and a whole one."""
+MAX_HEAD_DIM = 256
+"""Larger heads would take more VMEM than their blocks leave."""
 MIN_TILE_BYTES = 32
 """Of one lane over the rows of the least page."""
 _FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -63,12 +63,13 @@ def ragged_paged_attention(
     """Write the new keys and values to their pages, then attend over the pages.
 
     Args:
-        q: bf16 or f32 [T, H, D], rotated; D = 64 or 128.
+        q: bf16 or f32 [T, H, D], rotated; D up to `MAX_HEAD_DIM`. 64 and multiples of 128 are
+            computed as they are, others with zeros up to the next of these, W.
         k: [T, K, D], rotated, dtype of q; K divides H.
         v: [T, K, D], dtype of q.
-        kv_pages: keys of head h at row 2h, values at 2h + 1. For D = 128 [N, 2K, page, 128], for
-            D = 64 the same bytes as [N, 2K, page / 2, 128]: two tokens a row. In q's dtype, or for
-            D = 128 quantised; page a power of two, see `check_page_size`. Donate it: the update is
+        kv_pages: keys of head h at row 2h, values at 2h + 1. [N, 2K, page, W], for W = 64 the same
+            bytes as [N, 2K, page / 2, 128]: two tokens a row. In q's dtype, or for multiples of
+            128 quantised; page a power of two, see `check_page_size`. Donate it: the update is
             then in place.
         kv_lens: i32 [S], tokens in the cache after this step.
         page_indices: i32 [S, P].
@@ -91,12 +92,31 @@ def ragged_paged_attention(
         ValueError: a shape or parameter does not fit.
         TypeError: a dtype is not supported.
     """
+    head_dim = q.shape[2]
+    if (padding := padded_head_dim(head_dim) - head_dim) > 0:
+        widths = ((0, 0), (0, 0), (0, padding))
+        out, kv_pages = ragged_paged_attention(
+            *(jnp.pad(rows, widths) for rows in (q, k, v)),
+            kv_pages,
+            kv_lens,
+            page_indices,
+            cu_q_lens,
+            num_seqs,
+            sm_scale=sm_scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            decode_q_len=decode_q_len,
+            tiling=tiling,
+            interpret=interpret,
+        )
+        return out[..., :head_dim], kv_pages
     values = kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
     _check(q, k, v, values, is_quantized=values is not kv_pages)
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
-    num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, row_tokens = k.shape[1], LANES // head_dim
+    num_rows, num_heads, _ = q.shape
+    num_kv_heads, row_tokens = k.shape[1], tokens_per_row(head_dim)
     page_size = values.shape[2] * row_tokens
     if tiling is None:
         tiling = choose_tiling(
@@ -104,7 +124,7 @@ def ragged_paged_attention(
             num_kv_heads=num_kv_heads,
             page_size=page_size,
             kv_dtype=values.dtype,
-            row_tokens=row_tokens,
+            head_dim=head_dim,
             decode_q_len=decode_q_len,
         )
     kernel_options = {"vmem_limit_bytes": tiling.vmem_limit_bytes, "interpret": interpret}
@@ -113,7 +133,7 @@ def ragged_paged_attention(
     decode_shapes, prefill_shape = tiling.shapes(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        row_tokens=row_tokens,
+        head_dim=head_dim,
         page_size=page_size,
         kv_dtype=values.dtype,
         dtype=q.dtype,
@@ -126,7 +146,8 @@ def ragged_paged_attention(
     q_rows, kv_rows = _rows(q, k, v, values.dtype)
     qkv = jnp.concatenate([q_rows, kv_rows], axis=1)
     # With two tokens a row the halves of an output row are still to be added: in f32.
-    out = jnp.zeros((num_rows, num_heads, LANES), q.dtype if row_tokens == 1 else jnp.float32)
+    out_dtype = q.dtype if row_tokens == 1 else jnp.float32
+    out = jnp.zeros((num_rows, num_heads, values.shape[3]), out_dtype)
     max_q_len = 0
     for shape in decode_shapes:
         plan = plan_decode(
@@ -184,7 +205,7 @@ def ragged_paged_attention(
 
 
 def _rows(q: jax.Array, k: jax.Array, v: jax.Array, kv_dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Queries [T, H, 128], and keys and values [T, 2K, 128] ready to be stored, in q's dtype.
+    """Queries [T, H, W], and keys and values [T, 2K, W] ready to be stored, in q's dtype.
 
     Decode copies a token's at once and wants them in one array; longer chunks copy the two apart,
     and from one array could not, unless H is a multiple of 8.
@@ -197,9 +218,9 @@ def _rows(q: jax.Array, k: jax.Array, v: jax.Array, kv_dtype: Any) -> tuple[jax.
     kv = jnp.stack([k, v], axis=2).reshape(num_rows, num_kv_rows, head_dim)
     if jnp.dtype(kv_dtype).itemsize == 1:
         kv, scales = quantize_rows(kv, kv_dtype)
-        scales = jnp.pad(scales, ((0, 0), (0, LANES - num_kv_rows)))
+        scales = jnp.pad(scales, ((0, 0), (0, head_dim - num_kv_rows)))
         kv = jnp.concatenate([kv.astype(q.dtype), scales[:, None].astype(q.dtype)], axis=1)
-    if head_dim == LANES:
+    if tokens_per_row(head_dim) == 1:
         return q, kv
     return jnp.concatenate([q, q], axis=2), jnp.concatenate([kv, kv], axis=2)
 
@@ -226,19 +247,21 @@ def _check(
         raise ValueError(
             f"the {num_heads} query heads must be a multiple of {num_kv_heads} kv heads"
         )
-    if head_dim not in HEAD_DIMS:
-        raise ValueError(f"head_dim must be 64 or 128 on TPU, got {head_dim}")
-    if is_quantized and (head_dim != LANES or 2 * num_kv_heads > LANES):
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM} on TPU, got {head_dim}")
+    if is_quantized and (head_dim % LANES or 2 * num_kv_heads > LANES):
         raise ValueError(
-            "quantised kv_pages need a head_dim of 128 and at most 64 KV heads on TPU, got "
-            f"{head_dim} and {num_kv_heads}"
+            f"quantised kv_pages need a head_dim of a multiple of {LANES} and at most 64 KV heads "
+            f"on TPU, got {head_dim} and {num_kv_heads}"
         )
     _, num_kv_rows, page_rows, num_lanes = kv_pages.shape
-    if num_kv_rows != 2 * num_kv_heads or num_lanes != LANES:
+    lanes = max(head_dim, LANES)
+    if num_kv_rows != 2 * num_kv_heads or num_lanes != lanes:
         raise ValueError(
-            f"kv_pages must be [N, {2 * num_kv_heads}, rows, {LANES}], got {kv_pages.shape}"
+            f"kv_pages must be [N, {2 * num_kv_heads}, rows, {lanes}], got {kv_pages.shape}"
         )
-    check_page_size(page_rows * LANES // head_dim, kv_pages.dtype, head_dim=head_dim)
+    page_size = page_rows * tokens_per_row(head_dim)
+    check_page_size(page_size, kv_pages.dtype, head_dim=head_dim)
 
 
 def check_page_size(page_size: int, kv_dtype: Any, *, head_dim: int) -> None:
@@ -250,7 +273,7 @@ def check_page_size(page_size: int, kv_dtype: Any, *, head_dim: int) -> None:
     Raises:
         ValueError: names the limits and what to do.
     """
-    least = MIN_TILE_BYTES // jnp.dtype(kv_dtype).itemsize * (LANES // head_dim)
+    least = MIN_TILE_BYTES // jnp.dtype(kv_dtype).itemsize * tokens_per_row(head_dim)
     if jnp.dtype(kv_dtype).itemsize == 1:
         least = LANES
     if not least <= page_size <= BLOCK_KEYS or page_size & (page_size - 1):

@@ -23,14 +23,14 @@ NO_MAX = -1e30
 LOG2_E = 1.4426950408889634
 
 State = tuple[jax.Array, ...]
-"""Row maxima [R, D] (each row one value), sums by lane [R, D], weighted values [R, D]; all f32."""
+"""Row maxima [R, 128] (each row one value), sums by lane [R, 128], weighted values [R, D]; f32."""
 
 
 class BlockRefs(NamedTuple):
     """A block's keys and values in VMEM.
 
     Attributes:
-        pages: [pages, 2K, page_rows, 128].
+        pages: [pages, 2K, page_rows, row_lanes].
         scales: f32 [pages, 2K, page], of pages of 8 bits; None for others.
     """
 
@@ -45,8 +45,9 @@ class BlockShape:
     Attributes:
         num_heads: H.
         num_kv_heads: K.
-        row_tokens: tokens that share a row of lanes: 1 where a head has 128 elements, 2 where it
-            has 64. Tokens 2r and 2r + 1 of a page stand in its row r.
+        row_tokens: tokens that share a row of lanes: 1 where a head has 128 elements or more, 2
+            where it has 64. Tokens 2r and 2r + 1 of a page stand in its row r.
+        row_lanes: lanes of a row, a multiple of 128: D, or 128 for two tokens.
         page_size: tokens per page.
         pages: pages per block.
         max_q_len: tokens of a sequence that attend at once.
@@ -68,6 +69,7 @@ class BlockShape:
     sm_scale: float
     sliding_window: int | None
     soft_cap: float | None = None
+    row_lanes: int = LANES
 
     @property
     def page_rows(self) -> int:
@@ -111,8 +113,8 @@ class BlockShape:
 
     @property
     def page_shape(self) -> tuple[int, int, int]:
-        """Shape of a page, [2K, page_rows, 128]."""
-        return (2 * self.num_kv_heads, self.page_rows, LANES)
+        """Shape of a page, [2K, page_rows, row_lanes]."""
+        return (2 * self.num_kv_heads, self.page_rows, self.row_lanes)
 
     @property
     def value_rows(self) -> range:
@@ -145,9 +147,10 @@ class BlockShape:
         return range(2 * self.num_kv_heads)
 
     def row_token(self, num_rows: int) -> jax.Array:
-        """Token of each element of rows [num_rows, 128], from the first row's first."""
-        token = lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 0) * self.row_tokens
-        return token if self.row_tokens == 1 else token + self._lane_half((num_rows, LANES))
+        """Token of each element of rows [num_rows, row_lanes], from the first row's first."""
+        shape = (num_rows, self.row_lanes)
+        token = lax.broadcasted_iota(jnp.int32, shape, 0) * self.row_tokens
+        return token if self.row_tokens == 1 else token + self._lane_half(shape)
 
     def column_key(self, num_rows: int) -> jax.Array:
         """Key of each column of scores [num_rows, num_keys], see `scores`."""
@@ -158,8 +161,8 @@ class BlockShape:
         return jnp.where(column < half, 2 * column, 2 * (column - half) + 1)
 
     def load(self, refs: BlockRefs, row: Any) -> jax.Array:
-        """Keys or values of one KV row, as an operand [num_keys / row_tokens, 128]."""
-        rows = refs.pages[:, row].reshape(self.num_keys // self.row_tokens, LANES)
+        """Keys or values of one KV row, as an operand [num_keys / row_tokens, row_lanes]."""
+        rows = refs.pages[:, row].reshape(self.num_keys // self.row_tokens, self.row_lanes)
         return rows.astype(self.dtype)
 
     def load_scales(self, refs: BlockRefs, row: Any) -> jax.Array:
@@ -213,8 +216,8 @@ class BlockShape:
         refs.scales[page] = jnp.where(is_live, refs.scales[page], 0.0)
 
     def scale_column(self, row: jax.Array) -> jax.Array:
-        """A token's factors [1, 128], element r that of KV row r, as a column [2K, 1]."""
-        shape = (2 * self.num_kv_heads, LANES)
+        """A token's factors [1, row_lanes], element r that of KV row r, as a column [2K, 1]."""
+        shape = (2 * self.num_kv_heads, self.row_lanes)
         lane = lax.broadcasted_iota(jnp.int32, shape, 1)
         is_own = lane == lax.broadcasted_iota(jnp.int32, shape, 0)
         return jnp.where(is_own, row, 0.0).sum(axis=1, keepdims=True)
@@ -290,7 +293,7 @@ class BlockShape:
             for first in range(token * self.group, self.num_rows, self.head_rows)
         ]
         rows = jnp.concatenate(parts, axis=0)
-        return rows.reshape(self.max_q_len, self.num_heads, LANES)
+        return rows.reshape(self.max_q_len, self.num_heads, self.row_lanes)
 
 
 def attend_block(
@@ -320,10 +323,11 @@ def attend_block(
     )
 
 
-def new_state(num_rows: int) -> State:
+def new_state(shape: BlockShape, num_rows: int) -> State:
     """The state before the first block."""
     zeros = jnp.zeros((num_rows, LANES), jnp.float32)
-    return jnp.full((num_rows, LANES), NO_MAX, jnp.float32), zeros, zeros
+    acc = jnp.zeros((num_rows, shape.row_lanes), jnp.float32)
+    return jnp.full((num_rows, LANES), NO_MAX, jnp.float32), zeros, acc
 
 
 def merge_block(state: State, block: State) -> State:
@@ -333,7 +337,7 @@ def merge_block(state: State, block: State) -> State:
     new_top = jnp.maximum(top, block_top)
     decay, block_decay = jnp.exp2(top - new_top), jnp.exp2(block_top - new_top)
     total = total * decay + block_total * block_decay
-    acc = acc * decay + block_acc * block_decay
+    acc = acc * _widen(decay, acc) + block_acc * _widen(block_decay, acc)
     return new_top, total, acc
 
 
@@ -342,15 +346,22 @@ def normalise(state: State, sinks: jax.Array | None = None) -> jax.Array:
 
     Args:
         state: after the last block.
-        sinks: [R, D], a score per row as a power of two, which takes weight and has no value.
+        sinks: [R, 128], a score per row as a power of two, which takes weight and has no value.
     """
     top, total, acc = state
-    total = jnp.broadcast_to(total.sum(axis=1, keepdims=True), acc.shape)
+    total = jnp.broadcast_to(total.sum(axis=1, keepdims=True), total.shape)
     if sinks is None:
-        return acc / total
+        return acc / _widen(total, acc)
     new_top = jnp.maximum(top, sinks)
     decay = jnp.exp2(top - new_top)
-    return acc * decay / (total * decay + jnp.exp2(sinks - new_top))
+    total = total * decay + jnp.exp2(sinks - new_top)
+    return acc * _widen(decay, acc) / _widen(total, acc)
+
+
+def _widen(rows: jax.Array, like: jax.Array) -> jax.Array:
+    """Rows [R, 128] of one value each, as wide as `like`."""
+    count = like.shape[1] // LANES
+    return rows if count == 1 else jnp.concatenate([rows] * count, axis=1)
 
 
 def _attend_heads(
@@ -391,11 +402,12 @@ def _attend_heads(
         (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    parts = [shape.join(product[:, i * LANES : (i + 1) * LANES]) for i in range(num_heads)]
+    lanes = shape.row_lanes
+    parts = [shape.join(product[:, i * lanes : (i + 1) * lanes]) for i in range(num_heads)]
     acc = parts[0]
     for head in range(1, num_heads):
         acc = jnp.where(row_head == head, parts[head], acc)
-    return jnp.broadcast_to(top, rows.shape), total, acc
+    return jnp.broadcast_to(top, total.shape), total, acc
 
 
 def _value_scales(

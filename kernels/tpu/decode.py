@@ -122,21 +122,21 @@ def decode_attention[P: jax.Array | QuantizedPages](
     """
     block = shape.block
     num_rows = shape.round_items * block.max_q_len
-    state = pltpu.VMEM((block.num_rows, LANES), jnp.float32)
+    by_row = pltpu.VMEM((block.num_rows, LANES), jnp.float32)
     counter = pltpu.SMEM((SLOTS,), jnp.int32)
     semaphores = pltpu.SemaphoreType.DMA((SLOTS,))
-    row_shape = (block.num_heads, LANES)
+    row_shape = (block.num_heads, block.row_lanes)
     tiles = (SLOTS, shape.round_items, _MAX_TILES)
     num_kv_rows = 2 * block.num_kv_heads
     scales = pltpu.VMEM((*tiles, num_kv_rows, block.page_size), jnp.float32)
     buffers = _Buffers(
         qkv=pltpu.VMEM((SLOTS, num_rows, *qkv.shape[1:]), qkv.dtype),
-        tiles=pltpu.VMEM((*tiles, num_kv_rows, block.tile_rows, LANES), block.kv_dtype),
+        tiles=pltpu.VMEM((*tiles, num_kv_rows, block.tile_rows, block.row_lanes), block.kv_dtype),
         scales=scales if block.has_scales else None,
         out=pltpu.VMEM((SLOTS, num_rows, *row_shape), out.dtype),
-        top=state,
-        total=state,
-        acc=state,
+        top=by_row,
+        total=by_row,
+        acc=pltpu.VMEM((block.num_rows, block.row_lanes), jnp.float32),
         row_sem=semaphores,
         tile_sem=semaphores,
         scale_sem=semaphores if block.has_scales else None,
@@ -288,7 +288,7 @@ class _Kernel:
             is_first = self.item.is_first[ids_slot, j] != 0
             state = tuple(
                 jnp.where(is_first, new, old)
-                for new, old in zip(new_state(block.num_rows), state, strict=True)
+                for new, old in zip(new_state(block, block.num_rows), state, strict=True)
             )
             state = merge_block(state, partial)
             buffers.out[slot, rows] = block.by_token(normalise(state, sinks)).astype(

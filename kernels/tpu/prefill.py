@@ -115,17 +115,18 @@ def prefill_attention(
         interpret: parameters of TPU interpret mode, for tests.
     """
     block = shape.block
-    token = (block.num_heads, LANES)
-    sub = (shape.num_subs, block.num_kv_heads, block.head_rows, LANES)
-    state = pltpu.VMEM(sub, jnp.float32)
+    lanes = block.row_lanes
+    token = (block.num_heads, lanes)
+    sub = (shape.num_subs, block.num_kv_heads, block.head_rows)
+    by_row = pltpu.VMEM((*sub, LANES), jnp.float32)
     buffers = _Buffers(
         q=pltpu.VMEM((SLOTS, shape.query_tokens, *token), qkv.dtype),
-        rows=pltpu.VMEM((shape.query_tokens * block.num_heads, LANES), jnp.float32),
-        q_heads=pltpu.VMEM((*sub[:2], block.row_tokens * block.head_rows, LANES), block.dtype),
+        rows=pltpu.VMEM((lanes // LANES, shape.query_tokens * block.num_heads, LANES), jnp.float32),
+        q_heads=pltpu.VMEM((*sub[:2], block.row_tokens * block.head_rows, lanes), block.dtype),
         out=pltpu.VMEM((shape.query_tokens, *token), out.dtype),
-        top=state,
-        total=state,
-        acc=state,
+        top=by_row,
+        total=by_row,
+        acc=pltpu.VMEM((*sub, lanes), jnp.float32),
         num_outs=pltpu.SMEM((1,), jnp.int32),
         q_sem=pltpu.SemaphoreType.DMA((SLOTS,)),
         out_sem=pltpu.SemaphoreType.DMA,
@@ -240,17 +241,19 @@ class _Kernel:
             wait_rows(
                 buffers.q.at[q_slot], buffers.q_sem.at[q_slot], count=self.item.q_len[ids_slot, 0]
             )
-            buffers.rows[...] = buffers.q[q_slot].reshape(buffers.rows.shape).astype(jnp.float32)
+            for part in range(buffers.rows.shape[0]):
+                rows = buffers.q[q_slot, :, :, pl.ds(part * LANES, LANES)]
+                buffers.rows[part] = rows.reshape(-1, LANES).astype(jnp.float32)
 
             def begin_sub(sub: jax.Array, carry: None) -> None:
                 for kv_head in range(block.num_kv_heads):
                     parts = [
-                        buffers.rows[self._rows_of_head(sub, kv_head * block.group + head)]
+                        self._load_rows(sub, kv_head * block.group + head)
                         for head in range(block.group)
                     ]
                     rows = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=0)
                     buffers.q_heads[sub, kv_head] = block.spread(rows)
-                    zero = new_state(block.head_rows)
+                    zero = new_state(block, block.head_rows)
                     self._set_state(sub, kv_head, zero)
                 return carry
 
@@ -330,15 +333,14 @@ class _Kernel:
                     rows = normalise(self._state(sub, kv_head), sinks)
                     for head in range(block.group):
                         part = rows[head * block.max_q_len : (head + 1) * block.max_q_len]
-                        target = self._rows_of_head(sub, kv_head * block.group + head)
-                        buffers.rows[target] = part
+                        self._store_rows(sub, kv_head * block.group + head, part)
                 return carry
 
             lax.fori_loop(0, self._num_subs(ids_slot), end_sub, None)
             self.wait_out()
-            buffers.out[...] = (
-                buffers.rows[...].reshape(buffers.out.shape).astype(buffers.out.dtype)
-            )
+            for part in range(buffers.rows.shape[0]):
+                own = buffers.out.at[:, :, pl.ds(part * LANES, LANES)]
+                own[...] = buffers.rows[part].reshape(own.shape).astype(own.dtype)
             copy_rows(
                 buffers.out,
                 self.out,
@@ -391,7 +393,7 @@ class _Kernel:
             preferred_element_type=jnp.float32,
         )
         product = block.join(product)
-        partial = (jnp.broadcast_to(top, product.shape), total, product)
+        partial = (jnp.broadcast_to(top, total.shape), total, product)
         self._set_state(sub, kv_head, merge_block(self._state(sub, kv_head), partial))
 
     def _state(self, sub: Any, kv_head: Any) -> tuple[jax.Array, ...]:
@@ -406,8 +408,19 @@ class _Kernel:
     def _num_subs(self, ids_slot: Any) -> Any:
         return pl.cdiv(self.item.q_len[ids_slot, 0], self.shape.block.max_q_len)
 
+    def _load_rows(self, sub: Any, head: int) -> jax.Array:
+        """Rows [tokens, D] of one query head: a strided load takes 128 lanes."""
+        rows, own = self.buffers.rows, self._rows_of_head(sub, head)
+        parts = [rows[part, own] for part in range(rows.shape[0])]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+    def _store_rows(self, sub: Any, head: int, values: jax.Array) -> None:
+        rows, own = self.buffers.rows, self._rows_of_head(sub, head)
+        for part in range(rows.shape[0]):
+            rows[part, own] = values[:, part * LANES : (part + 1) * LANES]
+
     def _rows_of_head(self, sub: Any, head: int) -> Any:
-        """Rows of one query head in [tokens * H, D]."""
+        """Where the rows of one query head stand among [tokens * H]."""
         block = self.shape.block
         first = sub * block.max_q_len * block.num_heads + head
         return pl.ds(first, block.max_q_len, stride=block.num_heads)

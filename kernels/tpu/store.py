@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from kernels.quantized_pages import QuantizedPages
-from kernels.tpu.block import cast_rows
+from kernels.tpu.block import LANES, cast_rows
 from kernels.tpu.plan import StorePlan
 from kernels.tpu.ragged import copy_rows, wait_rows
 
@@ -65,7 +65,7 @@ def store_pages[P: jax.Array | QuantizedPages](
             out_specs=[any_space] * len(cache),
             scratch_shapes=[
                 pltpu.VMEM((_SLOTS, page_size, num_new_rows, head_dim), qkv.dtype),
-                pltpu.VMEM((page_size * num_new_rows, head_dim), jnp.float32),
+                pltpu.VMEM((head_dim // LANES, page_size * num_new_rows, LANES), jnp.float32),
                 semaphores,
                 [_CacheBuffer.scratch(x, semaphores) for x in cache],
             ],
@@ -171,8 +171,9 @@ class _Kernel:
                 copy.wait()
 
         wait_rows(self.tokens.at[slot], self.token_sem.at[slot], count=count)
-        by_head = self.tokens[slot].reshape(self.by_head.shape)
-        self.by_head[...] = by_head.astype(jnp.float32)
+        for part in range(self.by_head.shape[0]):
+            rows = self.tokens[slot, :, :, pl.ds(part * LANES, LANES)]
+            self.by_head[part] = rows.reshape(-1, LANES).astype(jnp.float32)
         first = self.plan.first_slots[entry]
         new = _NewTokens(self.by_head, num_new_rows, self.row_tokens, first, count)
         new.put(self.buffers[0].pages.at[slot])
@@ -206,7 +207,8 @@ class _NewTokens:
     """Tokens [first, first + count) of a page.
 
     Attributes:
-        by_head: f32 [page * rows, D], the rows of each token.
+        by_head: f32 [D / 128, page * rows, 128], the rows of each token: a strided load takes 128
+            lanes.
         num_rows: of a token.
         row_tokens: tokens that share a row of the page.
         first: the first.
@@ -236,13 +238,15 @@ class _NewTokens:
     def put_scales(self, scales: Any) -> None:
         """Take the last row of each token, element r the scale of KV row r, into [2K, page]."""
         num_kv_rows, page_size = scales.shape
-        new = self._rows(num_kv_rows, page_size).T[:num_kv_rows]
+        new = self._rows(num_kv_rows, page_size)[:, :LANES].T[:num_kv_rows]
         is_new = self._is_new(lax.broadcasted_iota(jnp.int32, scales.shape, 1))
         scales[...] = jnp.where(is_new, new, scales[...])
 
     def _rows(self, first: int, count: int) -> jax.Array:
         """Rows `first` and on, one of each of the tokens that begin a row of the page."""
-        return self.by_head[pl.ds(first, count, stride=self.row_tokens * self.num_rows)]
+        rows = pl.ds(first, count, stride=self.row_tokens * self.num_rows)
+        parts = [self.by_head[part, rows] for part in range(self.by_head.shape[0])]
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
     def _is_new(self, token: jax.Array) -> jax.Array:
         return (token >= self.first) & (token < self.first + self.count)

@@ -30,6 +30,17 @@ def padded_lanes(num_dims: int) -> int:
     return -(-num_dims // LANES) * LANES
 
 
+def padded_head_dim(head_dim: int) -> int:
+    """Elements of a head as the attention kernels compute it, zeros included: 64, or whole rows."""
+    half = LANES // 2
+    return half if head_dim <= half else padded_lanes(head_dim)
+
+
+def tokens_per_row(head_dim: int) -> int:
+    """Tokens that share a row of lanes: 2 of heads of up to 64, else 1."""
+    return max(1, LANES // padded_head_dim(head_dim))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
     """Sizes that a kernel can be built with.
@@ -55,7 +66,7 @@ class Tiling:
         *,
         num_heads: int,
         num_kv_heads: int,
-        row_tokens: int,
+        head_dim: int,
         page_size: int,
         kv_dtype: Any,
         dtype: Any,
@@ -72,7 +83,8 @@ class Tiling:
             return BlockShape(
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
-                row_tokens=row_tokens,
+                row_tokens=tokens_per_row(head_dim),
+                row_lanes=max(LANES, padded_head_dim(head_dim)),
                 page_size=page_size,
                 pages=self.block_keys // page_size,
                 max_q_len=max_q_len,
@@ -98,7 +110,7 @@ def choose_tiling(
     num_kv_heads: int,
     page_size: int,
     kv_dtype: Any,
-    row_tokens: int = 1,
+    head_dim: int = LANES,
     decode_q_len: int = 1,
 ) -> Tiling:
     """Choose sizes for a shape.
@@ -107,10 +119,9 @@ def choose_tiling(
     A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using
     them; with more, scores spill.
     """
-    key_bytes = LANES // row_tokens * jnp.dtype(kv_dtype).itemsize
+    key_bytes = padded_head_dim(head_dim) * jnp.dtype(kv_dtype).itemsize
     block_keys = max(BLOCK_KEYS, page_size) * max(1, 256 // key_bytes)
-    block_bytes = 2 * num_kv_heads * block_keys * LANES * jnp.dtype(kv_dtype).itemsize
-    block_bytes //= row_tokens
+    block_bytes = 2 * num_kv_heads * block_keys * key_bytes
     round_items = max(1, min(_MAX_ROUND_ITEMS, _ROUND_BYTES // block_bytes))
     group = num_heads // num_kv_heads
     sub_rows = _SUB_ROWS * BLOCK_KEYS // block_keys

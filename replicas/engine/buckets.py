@@ -40,7 +40,11 @@ def _powers_of_two(first: int, last: int) -> list[int]:
 
 
 def make_buckets(
-    *, max_num_seqs: int, max_mixed_tokens: int, max_num_batched_tokens: int
+    *,
+    max_num_seqs: int,
+    max_mixed_tokens: int,
+    max_num_batched_tokens: int,
+    is_head_cost_fixed: bool = False,
 ) -> tuple[Bucket, ...]:
     """List all step shapes, smallest first.
 
@@ -48,11 +52,14 @@ def make_buckets(
     where decode steps are, the sequence count follows the token count; the largest mixed step, the
     usual one while prompts are computed beside running streams, gets every sequence count, because
     the head's cost follows it; pure prefill steps get the fewest and the most sequences.
+
+    With `is_head_cost_fixed`, as on TPUs, where the head takes as long as its weights take to be
+    read, one sequence count for each token count is enough.
     """
     seq_counts = _powers_of_two(MIN_ROWS, max(MIN_ROWS, max_num_seqs))
     buckets: set[Bucket] = set()
     for num_tokens in _powers_of_two(MIN_ROWS, max(MIN_ROWS, max_num_batched_tokens)):
-        if 2 * num_tokens <= max_mixed_tokens:
+        if is_head_cost_fixed or 2 * num_tokens <= max_mixed_tokens:
             counts = [min(num_tokens, seq_counts[-1])]
         elif num_tokens // 2 < max_mixed_tokens:
             counts = seq_counts

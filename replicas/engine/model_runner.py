@@ -166,6 +166,7 @@ class ModelRunner:
             max_num_seqs=config.max_num_seqs + num_draft_rows,
             max_mixed_tokens=config.max_mixed_tokens,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            is_head_cost_fixed=config.platform == "tpu",
         )
         self._layouts = {bucket: layout_of(bucket) for bucket in self._buckets}
         self._guided_layouts = {

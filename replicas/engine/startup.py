@@ -156,10 +156,10 @@ def _choose_attention(
         return "native" if is_native else "reference"
     if config.attention == "pallas" and not has_pallas:
         raise ValueError(
-            "attention 'pallas' is for TPUs and a head_dim of 64 or 128 (of 128 with 8-bit pages), "
-            f"or latents of a multiple of 128; got {platform!r}, {model_config.head_dim}, "
-            f"kv_cache_dtype {config.kv_cache_dtype!r} and family {model_config.family!r}: set "
-            "attention to 'auto'"
+            f"attention 'pallas' is for TPUs and a head_dim of up to {tpu_attention.MAX_HEAD_DIM} "
+            "(of a multiple of 128 with 8-bit pages), or latents of a multiple of 128; got "
+            f"{platform!r}, {model_config.head_dim}, kv_cache_dtype {config.kv_cache_dtype!r} and "
+            f"family {model_config.family!r}: set attention to 'auto'"
         )
     if config.attention == "native" and has_latents:
         raise ValueError(
@@ -178,9 +178,9 @@ def _has_pallas(config: EngineConfig, model_config: ModelConfig) -> bool:
     """Whether the TPU kernels take a model's heads or latents."""
     if model_config.mla is not None:
         return model_config.mla.kv_lora_rank % tpu_mla.LANES == 0
-    if config.kv_cache_dtype != "auto" and model_config.head_dim != tpu_mla.LANES:
+    if config.kv_cache_dtype != "auto" and model_config.head_dim % tpu_mla.LANES:
         return False
-    return model_config.head_dim in tpu_attention.HEAD_DIMS
+    return model_config.head_dim <= tpu_attention.MAX_HEAD_DIM
 
 
 def start_engine_loop(

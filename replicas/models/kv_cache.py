@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.quantized_pages import QuantizedPages
-from kernels.tpu.tiling import LANES, padded_lanes
+from kernels.tpu.tiling import padded_head_dim, padded_lanes, tokens_per_row
 from replicas.config import ModelConfig
 from replicas.models.inputs import ModelInputs
 from replicas.models.sharding import num_sharded_kv_heads
@@ -44,15 +44,17 @@ def kv_pages_shape(
     """Return the global shape [N, 2K, page, D] of one layer's pages over `num_shards` devices.
 
     Of latents it is [N, 1, page, R + P]. With `fills_lanes` rows are as the TPU kernels want them:
-    heads of 64 two to a row, [N, 2K, page / 2, 128], the same bytes; latents with zeros up to the
-    next multiple of 128, as a TPU would store them anyway.
+    heads of up to 64 two to a row, [N, 2K, page / 2, 128]; others, and latents, with zeros up to
+    the next multiple of 128, as a TPU would store them anyway.
     """
     if config.mla is not None:
         cache_dim = config.mla.cache_dim
         return (num_pages, 1, page_size, padded_lanes(cache_dim) if fills_lanes else cache_dim)
-    row_tokens = LANES // config.head_dim if fills_lanes else 1
     num_heads = num_sharded_kv_heads(config, num_shards)
-    return (num_pages, 2 * num_heads, page_size // row_tokens, row_tokens * config.head_dim)
+    if not fills_lanes:
+        return (num_pages, 2 * num_heads, page_size, config.head_dim)
+    row_tokens, head_dim = tokens_per_row(config.head_dim), padded_head_dim(config.head_dim)
+    return (num_pages, 2 * num_heads, page_size // row_tokens, row_tokens * head_dim)
 
 
 def bytes_per_page(

@@ -14,7 +14,8 @@ from bench.tpu_kernels import TOPOLOGIES
 from kernels import reference
 from kernels.quantized_pages import QuantizedPages, quantize_rows
 from kernels.tpu.attention import ragged_paged_attention
-from kernels.tpu.tiling import Tiling
+from kernels.tpu.block import LANES
+from kernels.tpu.tiling import Tiling, padded_head_dim
 from replicas.config import EngineConfig, ModelConfig
 from replicas.engine import tpu_topology
 from replicas.engine.startup import resolve_config
@@ -52,6 +53,9 @@ CASES = {
         WIDE,
     ),
     "cap_and_sinks": (Case(**MIXED, **SHAPE, soft_cap=2.0, has_sinks=True), TILING),
+    "double": (Case(**MIXED, **{**SHAPE, "head_dim": 256, "window": 50}, has_sinks=True), TILING),
+    "padded": (Case(**MIXED, **{**SHAPE, "head_dim": 96}), TILING),
+    "padded_half": (Case(**MIXED, **{**HALF, "head_dim": 40}), TILING),
 }
 
 
@@ -62,11 +66,14 @@ def interpreted(tiling: Tiling, case: Case | None = None, *, detect_races: bool 
         options["soft_cap"] = case.soft_cap
 
     def attend(q, k, v, kv_pages, *indices, **named):
-        rows = kv_pages.reshape(*kv_pages.shape[:2], -1, 128)
+        head_dim = kv_pages.shape[-1]
+        width = padded_head_dim(head_dim)
+        wide = jnp.pad(kv_pages, ((0, 0), (0, 0), (0, 0), (0, width - head_dim)))
+        rows = wide.reshape(*kv_pages.shape[:2], -1, max(width, LANES))
         out, rows = ragged_paged_attention(
             q, k, v, rows, *indices, tiling=tiling, interpret=params, **options, **named
         )
-        return out, rows.reshape(kv_pages.shape)
+        return out, rows.reshape(wide.shape)[..., :head_dim]
 
     return attend
 
@@ -95,8 +102,11 @@ def test_row_bits_do_not_depend_on_batch_chunk_or_kernel():
         np.testing.assert_array_equal(out[3 : 3 + end - begin], whole[begin:end])
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES.values())
-def test_compiles_for_256_sequences_of_128k_tokens_in_place(topology):
+@pytest.mark.parametrize(
+    ("topology", "head_dim"),
+    [*((topology, 128) for topology in TOPOLOGIES.values()), (TOPOLOGIES["v6e"], 256)],
+)
+def test_compiles_for_256_sequences_of_128k_tokens_in_place(topology, head_dim):
     num_seqs, pages_per_seq, num_rows = 256, 1024, 272
     devices = tpu_topology.get_devices(topology)[:1]
     with tpu_topology.lowering_for(devices):
@@ -106,13 +116,13 @@ def test_compiles_for_256_sequences_of_128k_tokens_in_place(topology):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
         bf16 = jnp.dtype(jnp.bfloat16)
-        kv_pages = array(4096, 4, 128, 128, dtype=bf16)
+        kv_pages = array(4096, 4, 128, head_dim, dtype=bf16)
         lowered = jax.jit(
             functools.partial(ragged_paged_attention, sm_scale=0.1), donate_argnums=3
         ).lower(
-            array(num_rows, 8, 128, dtype=bf16),
-            array(num_rows, 2, 128, dtype=bf16),
-            array(num_rows, 2, 128, dtype=bf16),
+            array(num_rows, 8, head_dim, dtype=bf16),
+            array(num_rows, 2, head_dim, dtype=bf16),
+            array(num_rows, 2, head_dim, dtype=bf16),
             kv_pages,
             array(num_seqs),
             array(num_seqs, pages_per_seq),
@@ -127,8 +137,8 @@ def test_compiles_for_256_sequences_of_128k_tokens_in_place(topology):
 
 
 def test_refuses_what_it_cannot_compute():
-    case = Case(q_lens=(1,), kv_lens=(1,), head_dim=80)
-    with pytest.raises(ValueError, match="head_dim must be 64 or 128"):
+    case = Case(q_lens=(1,), kv_lens=(1,), head_dim=384)
+    with pytest.raises(ValueError, match="head_dim must be at most 256"):
         ragged_paged_attention(*draw(case), sm_scale=1.0)
     inputs = draw(Case(q_lens=(1,), kv_lens=(1,), head_dim=128))
     eight_bits = inputs._replace(kv_pages=inputs.kv_pages.astype(jnp.int8))
@@ -136,9 +146,12 @@ def test_refuses_what_it_cannot_compute():
         ragged_paged_attention(*eight_bits, sm_scale=1.0)
 
 
-@pytest.mark.parametrize(("kv_dtype", "window"), [("int8", 90), ("float8_e5m2", None)])
-def test_pages_of_8_bits_are_written_and_read_at_their_precision(kv_dtype, window):
-    shape = {**SHAPE, "page_size": 128, "window": window}
+@pytest.mark.parametrize(
+    ("kv_dtype", "window", "head_dim"),
+    [("int8", 90, 128), ("int8", None, 256), ("float8_e5m2", None, 128)],
+)
+def test_pages_of_8_bits_are_written_and_read_at_their_precision(kv_dtype, window, head_dim):
+    shape = {**SHAPE, "page_size": 128, "window": window, "head_dim": head_dim}
     case = Case(q_lens=(1, 20, 3), kv_lens=(140, 60, 129), **shape)
     inputs = draw(case)
     values, scales = quantize_rows(jnp.nan_to_num(inputs.kv_pages), kv_dtype)
@@ -171,11 +184,12 @@ def test_engine_takes_the_kernels_on_tpus_and_for_the_heads_that_they_take():
         for dim in (128, 64)
     )
     resolve = functools.partial(resolve_config, has_native=False)
-    odd = dataclasses.replace(wide, head_dim=80)
+    odd, huge = (dataclasses.replace(wide, head_dim=dim) for dim in (80, 512))
     config = EngineConfig(model="")
     assert resolve(config, wide, platform="tpu").attention == "pallas"
     assert resolve(config, narrow, platform="tpu").attention == "pallas"
-    assert resolve(config, odd, platform="tpu").attention == "reference"
+    assert resolve(config, odd, platform="tpu").attention == "pallas"
+    assert resolve(config, huge, platform="tpu").attention == "reference"
     assert resolve(config, wide, platform="cpu").attention == "reference"
-    with pytest.raises(ValueError, match=r"head_dim of 64 or 128 .*; got 'tpu', 80"):
-        resolve(dataclasses.replace(config, attention="pallas"), odd, platform="tpu")
+    with pytest.raises(ValueError, match=r"head_dim of up to 256 .*; got 'tpu', 512"):
+        resolve(dataclasses.replace(config, attention="pallas"), huge, platform="tpu")
