@@ -57,9 +57,9 @@ def _check_sampling(sampling: SamplingParams, info: ModelInfo) -> None:
         value: float = getattr(sampling, name)
         if not math.isfinite(value):
             raise InvalidRequest(f"{name} must be finite, got {value}", param=name)
-    if not 0 < sampling.repetition_penalty < float("inf"):
+    if not 1e-3 <= sampling.repetition_penalty <= 1e3:  # 32 bits hold its products with logits
         raise InvalidRequest(
-            f"repetition_penalty must be finite and > 0, got {sampling.repetition_penalty}",
+            f"repetition_penalty must be in [0.001, 1000], got {sampling.repetition_penalty}",
             param="repetition_penalty",
         )
     _check_bias(sampling, info)

@@ -196,7 +196,9 @@ def _draw_from_vocabulary(
         values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
         is_above = logits > values
         sums_above = sum_blocks(jnp.where(is_above, weights, 0.0))
-        is_cut = jnp.sum(sums_above, axis=1) >= mass_kept
+        mass_above = jnp.sum(sums_above, axis=1)
+        # A tiny top_p is 0 in 32 bits, or its share of the mass is: nothing cuts the top token off.
+        is_cut = (mass_above >= mass_kept) & (mass_above > 0)
         is_cut |= lax.cond(
             jnp.any(num_kept < vocab_size),
             lambda: jnp.sum(is_above, axis=1) >= num_kept,

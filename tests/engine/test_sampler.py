@@ -79,6 +79,8 @@ def draw(row: np.ndarray, num_draws: int, **parameters: float) -> np.ndarray:
         (1.0, 500, 1.0),
         (0.4, 3000, 1.0),
         (1.0, 0, 1e-6),
+        (1.0, 0, 5e-324),  # above 0, and 0 in 32 bits
+        (1.0, 500, 1e-44),
         (0.7, 0, 0.6),
         (1.0, 0, 0.5),
         (1.5, 0, 0.9),
