@@ -91,7 +91,7 @@ class PageAllocator:
         """Take `count` pages with unspecified content, each referenced once; None if too few."""
         if count > self.num_free_in(group):
             return None
-        free, pages = self._free[group], []
+        free, pages = self._free[group], list[int]()
         for _ in range(count):
             page = free.pop() if free else self._evict(group)
             self._num_refs[page] = 1
