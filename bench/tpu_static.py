@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -62,13 +63,23 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="kernels: small ones")
     parser.add_argument("--write-baseline", action="store_true", help="keep these counts")
     parser.add_argument(
+        "--counts-only", action="store_true", help="kernels: no gate on how long compiling takes"
+    )
+    parser.add_argument(
         "--only", action="append", help="a generation, or what a workload's name contains"
     )
     parser.add_argument("--compile", action="store_true", help="programs: compile them, too")
     args = parser.parse_args()
+    if args.counts_only and args.write_baseline:
+        parser.error("--write-baseline keeps compile times as well: not with --counts-only")
     jax.config.update("jax_platforms", "cpu")
     rows, misses, regressions = (
-        _kernels(args.only, is_small=args.small, write_baseline=args.write_baseline)
+        _kernels(
+            args.only,
+            is_small=args.small,
+            write_baseline=args.write_baseline,
+            counts_only=args.counts_only,
+        )
         if args.what == "kernels"
         else _programs(args.only or [""], compiles=args.compile)
     )
@@ -90,10 +101,12 @@ def main() -> None:
 
 
 def _kernels(
-    only: list[str] | None, *, is_small: bool, write_baseline: bool
+    only: list[str] | None, *, is_small: bool, write_baseline: bool, counts_only: bool
 ) -> tuple[Sequence[KernelRow], list[str], list[str]]:
     generations = only or list(TOPOLOGIES)
-    baseline = json.loads(BASELINE.read_text())
+    baseline: Baseline = json.loads(BASELINE.read_text())
+    if counts_only:
+        baseline = {key: {**record, "compile_ratio": math.inf} for key, record in baseline.items()}
     with tempfile.TemporaryDirectory() as directory:
         os.environ["LIBTPU_INIT_ARGS"] = llo.dump_flags(Path(directory))
         tpu_topology.prepare_libtpu()

@@ -313,10 +313,15 @@ def attend_block(
         q_len: tokens in use; they are the sequence's last.
     """
     rows = shape.by_head(q.astype(jnp.float32))
+    chunks = shape.chunks
+    # A chunk's scores are asked for before the last one's softmax, which hides them.
+    scores = _product_with_keys(shape, rows, refs, chunks[0])
     parts = []
-    for first, end in shape.chunks:
-        own = rows[first * shape.head_rows : end * shape.head_rows]
-        parts.append(_attend_heads(shape, own, refs, (first, end), num_keys=num_keys, q_len=q_len))
+    for heads, following in zip(chunks, [*chunks[1:], None], strict=True):
+        own = scores
+        if following is not None:
+            scores = _product_with_keys(shape, rows, refs, following)
+        parts.append(_attend_heads(shape, own, refs, heads, num_keys=num_keys, q_len=q_len))
     return tuple(
         part[0] if len(part) == 1 else jnp.concatenate(part, axis=0)
         for part in zip(*parts, strict=True)
@@ -364,16 +369,12 @@ def _widen(rows: jax.Array, like: jax.Array) -> jax.Array:
     return rows if count == 1 else jnp.concatenate([rows] * count, axis=1)
 
 
-def _attend_heads(
-    shape: BlockShape,
-    rows: jax.Array,
-    refs: BlockRefs,
-    heads: tuple[int, int],
-    *,
-    num_keys: Any,
-    q_len: Any,
-) -> State:
+def _product_with_keys(
+    shape: BlockShape, rows: jax.Array, refs: BlockRefs, heads: tuple[int, int]
+) -> jax.Array:
+    """Products of a chunk's heads' rows with their keys, see `BlockShape.scores`."""
     num_heads = heads[1] - heads[0]
+    rows = rows[heads[0] * shape.head_rows : heads[1] * shape.head_rows]
     row_head = lax.broadcasted_iota(jnp.int32, rows.shape, 0) // shape.head_rows
     scores = jnp.zeros((), jnp.float32)
     for head in range(num_heads):
@@ -388,8 +389,22 @@ def _attend_heads(
         if shape.has_scales:
             product *= shape.load_scales(refs, 2 * (heads[0] + head))
         scores += product
-    mask = _score_mask(shape, rows.shape[0], num_keys, q_len)
-    scores = jnp.where(mask, shape.scale(shape.scores(scores)), NO_MAX)
+    return shape.scores(scores)
+
+
+def _attend_heads(
+    shape: BlockShape,
+    scores: jax.Array,
+    refs: BlockRefs,
+    heads: tuple[int, int],
+    *,
+    num_keys: Any,
+    q_len: Any,
+) -> State:
+    num_heads, num_rows, lanes = heads[1] - heads[0], scores.shape[0], shape.row_lanes
+    row_head = lax.broadcasted_iota(jnp.int32, (num_rows, lanes), 0) // shape.head_rows
+    mask = _score_mask(shape, num_rows, num_keys, q_len)
+    scores = jnp.where(mask, shape.scale(scores), NO_MAX)
     top = jnp.max(scores, axis=1, keepdims=True)
     weights = jnp.exp2(scores - top)
     total = sum_by_lane(weights)
@@ -402,7 +417,6 @@ def _attend_heads(
         (((1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     )
-    lanes = shape.row_lanes
     parts = [shape.join(product[:, i * lanes : (i + 1) * lanes]) for i in range(num_heads)]
     acc = parts[0]
     for head in range(1, num_heads):

@@ -82,16 +82,17 @@ def test_bundles_of_the_table_are_those_that_were_counted() -> None:
             assert counted == pytest.approx(baseline[f"{name}: {loop}"]["bundles"], 0.05)
 
 
+@pytest.mark.parametrize("topology", [TOPOLOGY, "v5e:1x1", "tpu7x:1x1x1"])
 def test_check_says_that_it_fits_and_what_a_step_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    topology: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--config", write_config(tmp_path), "--topology", TOPOLOGY]
+    arguments = ["--config", write_config(tmp_path), "--topology", topology]
     assert programs.main(["check", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "tokens, " in lines[0]
     assert "8x8: fits" in lines[1]
     assert "tokens/s/chip" in lines[1]
-    assert lines[-1].startswith(f"tiny: fits {TOPOLOGY}: 1 programs; predicted decode of 8")
+    assert lines[-1].startswith(f"tiny: fits {topology}: 1 programs; predicted decode of 8")
 
 
 def test_check_names_what_to_change_where_it_does_not_fit(

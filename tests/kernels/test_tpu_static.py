@@ -1,6 +1,10 @@
-"""The static gate of the TPU kernels: what it calls a known miss and what a regression."""
+"""The static gate of the TPU kernels: what it calls a miss and a regression, and that it passes."""
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +64,17 @@ def test_a_target_that_the_baseline_misses_is_known_and_a_new_miss_is_a_regressi
     known, regressions = judge_kernels([over], {over.key: RECORD})
     assert known == []
     assert regressions == [f"{over.key}: 311.0 bundles, target 310"]
+
+
+def test_small_kernels_of_v6e_pass_the_gate() -> None:
+    arguments = ["--small", "--gate", "--counts-only", "--only=v6e"]
+    gate = subprocess.run(  # libtpu takes its flags when it is loaded: a process of its own
+        [sys.executable, "-m", "bench.tpu_static", "kernels", *arguments],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert gate.returncode == 0, gate.stdout + gate.stderr
+    assert "tpu_static kernels: " in gate.stdout.splitlines()[-1]
