@@ -216,9 +216,10 @@ def _blocks_of(value: object, kinds: frozenset[str]) -> tuple[object, ...]:
         raise ValueError("must be a string or a list of blocks")
     for block in value:
         kind = block.get("type") if is_object(block) else None
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:  # what is no string may not be hashable
             known = ", ".join(f"'{name}'" for name in sorted(kinds))
-            raise ValueError(f"blocks must be of type {known}, got {kind!r}: the model reads text")
+            given = repr(kind)[:64]
+            raise ValueError(f"blocks must be of type {known}, got {given}: the model reads text")
     return tuple(value)
 
 

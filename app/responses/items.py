@@ -150,7 +150,7 @@ def check_items(value: object) -> tuple[object, ...]:
         if not is_object(item):
             raise ValueError(f"item {index} must be an object")
         kind = item.get("type") or "message"
-        if kind not in _ITEMS:
+        if not isinstance(kind, str) or kind not in _ITEMS:  # a list could not be looked up
             raise UnsupportedParameter(
                 f"items of type {str(kind)[:64]!r} are not supported by this server; there are "
                 + ", ".join(sorted(_ITEMS)),

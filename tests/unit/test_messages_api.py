@@ -148,6 +148,7 @@ async def test_tokens_are_counted_without_an_answer(make_server: MakeServer) -> 
         ({"thinking": {"type": "enabled"}}, 400, "invalid_request_error", "thinking"),
         ({"colour": 1}, 400, "invalid_request_error", "colour"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, None, "text"),
+        ({"messages": [{"role": "user", "content": [{"type": [{}]}]}]}, 400, None, "text"),
     ],
 )
 async def test_errors_have_anthropics_shape(
