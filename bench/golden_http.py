@@ -28,6 +28,7 @@ import ray
 import tokenizers
 from ray import serve
 
+from app.auth import hash_key
 from app.build import build
 from bench.golden import count_equal
 from bench.report import ROOT
@@ -37,6 +38,8 @@ GOLDEN_DIR = ROOT / "tests" / "golden"
 _PAGE_SIZE = 16
 _READY_S = 600.0  # of a server, its programs' compilation included, on a busy machine
 _ANSWER_S = 300.0
+_KEY = "golden"
+"""Needed where the cluster's Serve has gRPC servers, which listen on all interfaces."""
 
 
 def serve_checkpoint(checkpoint: Path, directory: Path, *, port: int) -> tuple[int, int]:
@@ -76,6 +79,7 @@ def serve_checkpoint(checkpoint: Path, directory: Path, *, port: int) -> tuple[i
             "max_num_batched_tokens": 16,
             "max_mixed_tokens": 16,
         },
+        "ingress": {"api_key_hashes": [hash_key(_KEY.encode())]},
     }
     serve.run(build(arguments), name="golden", route_prefix="/golden")
     try:
@@ -134,7 +138,7 @@ def _complete(url: str, prompt: Sequence[int], num_tokens: int) -> list[int]:
     request = urllib.request.Request(
         f"{url}/v1/completions",
         json.dumps(body).encode(),
-        headers={"Content-Type": "application/json"},
+        headers={"Content-Type": "application/json", "Authorization": f"Bearer {_KEY}"},
     )
     with urllib.request.urlopen(request, timeout=_ANSWER_S) as response:
         return json.load(response)["choices"][0]["token_ids"]
