@@ -149,7 +149,9 @@ def check_items(value: object) -> tuple[object, ...]:
     for index, item in enumerate(value):
         if not is_object(item):
             raise ValueError(f"item {index} must be an object")
-        kind = item.get("type") or "message"
+        kind = item.get("type")
+        if kind is None:
+            kind = "message"
         if not isinstance(kind, str) or kind not in _ITEMS:  # a list could not be looked up
             raise UnsupportedParameter(
                 f"items of type {str(kind)[:64]!r} are not supported by this server; there are "

@@ -223,6 +223,7 @@ async def test_items_of_every_kind_become_the_chat(make_server: MakeServer) -> N
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": ["message"]}]}, "input[0].type"),
+        ({"input": [{"type": "", "role": "user", "content": "x"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
