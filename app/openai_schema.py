@@ -40,7 +40,9 @@ from replicas.wire import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     SamplingParams,
 )
 
@@ -79,7 +81,9 @@ class GenerationParams(_Schema):
     top_p: float | None = Field(default=None, gt=0.0, le=1.0, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=-1, le=1 << 30)
     min_p: float | None = Field(default=None, ge=0.0, le=1.0, allow_inf_nan=False)
-    repetition_penalty: float | None = Field(default=None, ge=1e-3, le=1e3, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(
+        default=None, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY, allow_inf_nan=False
+    )
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     # Token ids, written as JSON writes keys: as strings.

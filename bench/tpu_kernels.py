@@ -362,7 +362,7 @@ def _compile(
     with tpu_topology.lowering_for(devices):
         array = _Arrays(devices[0])
         num_kv_rows, row_tokens = 2 * variant.num_kv_heads, variant.row_tokens
-        lanes = row_tokens * variant.head_dim
+        lanes = padded_lanes(variant.head_dim)
         shape = (NUM_PAGES, num_kv_rows, PAGE_SIZE // row_tokens, lanes)
         kv_pages = array(*shape, dtype=variant.kv_dtype)
         if variant.has_scales:

@@ -101,14 +101,7 @@ def install(lock: Path) -> None:
         return
     make_venv()
     print(f"Installing Python packages from {lock.name}", flush=True)
-    command = [str(venv_python()), "-m", "pip", "install", "--disable-pip-version-check"]
-    command += ["--no-deps", "--require-hashes", "--progress-bar", "off", "-r", str(lock)]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as pip:
-        assert pip.stdout is not None
-        show_progress(pip.stdout, num_packages=len(read_pins(lock)))
-    if pip.returncode != 0:
+    if not pip_install(venv_python(), lock, "--require-hashes"):
         raise SetupError("pip failed (see above); fix that and run the same command again")
     for installed in {lock, RUNTIME_LOCK}:
         stamp_of(installed).write_text(digest_of(installed), encoding="utf-8")
@@ -124,6 +117,18 @@ def add_checkout_to_path() -> None:
     content = f"{ROOT}\n"
     if not path_file.exists() or path_file.read_text(encoding="utf-8") != content:
         path_file.write_text(content, encoding="utf-8")
+
+
+def pip_install(python: Path, lock: Path, *options: str) -> bool:
+    """Install what `lock` pins where `python` is, showing progress; False if pip failed."""
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+    command += [*options, "--progress-bar", "off", "-r", str(lock)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as pip:
+        assert pip.stdout is not None
+        show_progress(pip.stdout, num_packages=len(read_pins(lock)))
+    return pip.returncode == 0
 
 
 def show_progress(lines: Iterable[str], *, num_packages: int) -> None:

@@ -23,6 +23,8 @@ MAX_BAD_WORD_TOKENS = 8
 """Longest banned token sequence."""
 MAX_STOP_TOKEN_IDS = 128
 """Most ids in a request's `stop_token_ids`."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-3, 1e3
+"""Within these, 32 bits hold its products with logits."""
 
 
 class FinishReason(enum.StrEnum):
@@ -51,8 +53,9 @@ class SamplingParams:
             temperature and before top-k and top-p; 0 keeps the whole vocabulary.
         presence_penalty: taken off the logit of each token that the output holds; finite.
         frequency_penalty: taken off for each time that the output holds it; finite.
-        repetition_penalty: in [0.001, 1000]; divides positive logits of tokens in prompt or output,
-            multiplies negative ones; 1 changes nothing.
+        repetition_penalty: from `MIN_REPETITION_PENALTY` to `MAX_REPETITION_PENALTY`; divides
+            positive logits of tokens in prompt or output, multiplies negative ones; 1 changes
+            nothing.
         logit_bias: (token id, number added to its logit), at most `MAX_LOGIT_BIAS`.
         allowed_token_ids: only these are drawn; empty: all.
         bad_words: token sequences that the output never holds, at most `MAX_BAD_WORDS`, each of 1

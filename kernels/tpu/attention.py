@@ -21,7 +21,14 @@ from kernels.tpu.decode import decode_attention
 from kernels.tpu.plan import page_windows, plan_decode, plan_prefill, plan_store
 from kernels.tpu.prefill import prefill_attention
 from kernels.tpu.store import store_pages
-from kernels.tpu.tiling import BLOCK_KEYS, Tiling, choose_tiling, padded_head_dim, tokens_per_row
+from kernels.tpu.tiling import (
+    BLOCK_KEYS,
+    Tiling,
+    choose_tiling,
+    padded_head_dim,
+    padded_lanes,
+    tokens_per_row,
+)
 
 MAX_HEAD_DIM = 256
 """Larger heads would take more VMEM than their blocks leave."""
@@ -255,7 +262,7 @@ def _check(
             f"on TPU, got {head_dim} and {num_kv_heads}"
         )
     _, num_kv_rows, page_rows, num_lanes = kv_pages.shape
-    lanes = max(head_dim, LANES)
+    lanes = padded_lanes(head_dim)
     if num_kv_rows != 2 * num_kv_heads or num_lanes != lanes:
         raise ValueError(
             f"kv_pages must be [N, {2 * num_kv_heads}, rows, {lanes}], got {kv_pages.shape}"

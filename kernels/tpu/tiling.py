@@ -84,7 +84,7 @@ class Tiling:
                 num_heads=num_heads,
                 num_kv_heads=num_kv_heads,
                 row_tokens=tokens_per_row(head_dim),
-                row_lanes=max(LANES, padded_head_dim(head_dim)),
+                row_lanes=padded_lanes(head_dim),
                 page_size=page_size,
                 pages=self.block_keys // page_size,
                 max_q_len=max_q_len,

@@ -14,7 +14,9 @@ from replicas.wire import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     GenerateRequest,
     ModelInfo,
     SamplingParams,
@@ -57,9 +59,11 @@ def _check_sampling(sampling: SamplingParams, info: ModelInfo) -> None:
         value: float = getattr(sampling, name)
         if not math.isfinite(value):
             raise InvalidRequest(f"{name} must be finite, got {value}", param=name)
-    if not 1e-3 <= sampling.repetition_penalty <= 1e3:  # 32 bits hold its products with logits
+    penalty = sampling.repetition_penalty
+    if not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
         raise InvalidRequest(
-            f"repetition_penalty must be in [0.001, 1000], got {sampling.repetition_penalty}",
+            f"repetition_penalty must be in [{MIN_REPETITION_PENALTY:g}, "
+            f"{MAX_REPETITION_PENALTY:g}], got {penalty}",
             param="repetition_penalty",
         )
     _check_bias(sampling, info)

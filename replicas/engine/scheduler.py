@@ -362,8 +362,19 @@ class Scheduler:
         """Sequences whose pages are of a group, oldest first."""
         if self.allocator.num_groups == 1:
             return self._running
-        group_of = self.allocator.group_of
-        return [s for s in self._running if group_of(s.page_ids[0]) == group]
+        return [s for s in self._running if self._group_of(s) == group]
+
+    def _group_of(self, sequence: Sequence) -> int:
+        """The group that all pages of a sequence are of."""
+        return self.allocator.group_of(sequence.page_ids[0])
+
+    def _add_page(self, sequence: Sequence) -> bool:
+        """Give a sequence a page more; False if its group has none left."""
+        pages = self.allocator.allocate(1, group=self._group_of(sequence))
+        if pages is None:
+            return False
+        sequence.page_ids += pages
+        return True
 
     def _reserve(self, sequence: Sequence) -> bool:
         """Make room for the sequence's next token; False if it has to wait for older ones.
@@ -372,12 +383,9 @@ class Scheduler:
         """
         num_tokens = sequence.max_num_tokens
         while num_tokens > len(sequence.page_ids) * self.page_size:
-            group = self.allocator.group_of(sequence.page_ids[0])
-            pages = self.allocator.allocate(1, group=group)
-            if pages is not None:
-                sequence.page_ids += pages
+            if self._add_page(sequence):
                 continue
-            youngest = self._running_in(group)[-1]
+            youngest = self._running_in(self._group_of(sequence))[-1]
             if youngest is sequence:
                 return False
             self._leave_slot(youngest, SequenceStatus.WAITING)
@@ -400,11 +408,8 @@ class Scheduler:
         num_tokens = sequence.max_num_tokens
         end = min(num_tokens + wanted, sequence.max_total_tokens)
         while end > len(sequence.page_ids) * self.page_size:
-            group = self.allocator.group_of(sequence.page_ids[0])
-            pages = self.allocator.allocate(1, group=group)
-            if pages is None:
+            if not self._add_page(sequence):
                 return len(sequence.page_ids) * self.page_size - num_tokens
-            sequence.page_ids += pages
         return wanted
 
     def _take_decode(self, sequence: Sequence, num_drafts: int) -> ScheduledSequence:

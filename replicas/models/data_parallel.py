@@ -30,6 +30,7 @@ class OwnSequences(NamedTuple):
         cu_q_lens: [S + 1], of rows in `order`.
         num_seqs: [1], own sequences.
         order: [T], rows of the step, own ones first.
+        places: [T], where each row of the step stands in `order`.
         is_own: [T], rows of own sequences, in the step's order.
         axis_name: mesh axis of the devices.
     """
@@ -39,6 +40,7 @@ class OwnSequences(NamedTuple):
     cu_q_lens: Int32[Array, " S+1"]
     num_seqs: Int32[Array, " 1"]
     order: Int32[Array, " T"]
+    places: Int32[Array, " T"]
     is_own: Bool[Array, " T"]
     axis_name: str
 
@@ -57,7 +59,7 @@ class OwnSequences(NamedTuple):
         """
         q = lax.all_gather(q, self.axis_name, axis=1, tiled=True)
         out = attend(q[self.order], latents[self.order])
-        out = jnp.where(self.is_own[:, None, None], out[jnp.argsort(self.order)], 0)
+        out = jnp.where(self.is_own[:, None, None], out[self.places], 0)
         return lax.psum_scatter(out, self.axis_name, scatter_dimension=1, tiled=True)
 
 
@@ -79,6 +81,7 @@ def find_own_sequences(inputs: ModelInputs, *, num_pages: int, axis_name: str) -
     rows = jnp.arange(num_rows)
     sequence_of = jnp.searchsorted(cu_q_lens, rows, side="right") - 1
     is_own_row = is_own[jnp.minimum(sequence_of, is_own.shape[0] - 1)] & (rows < cu_q_lens[-1])
+    order = jnp.argsort(~is_own_row, stable=True).astype(jnp.int32)
     # Unused entries name page 0, which only the first device holds.
     pages = jnp.maximum(inputs.page_indices - device * num_pages, 0)
     return OwnSequences(
@@ -86,7 +89,8 @@ def find_own_sequences(inputs: ModelInputs, *, num_pages: int, axis_name: str) -
         page_indices=jnp.where(is_own[:, None], pages, 0)[sequences],
         cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), ends]),
         num_seqs=jnp.sum(is_own, dtype=jnp.int32)[None],
-        order=jnp.argsort(~is_own_row, stable=True).astype(jnp.int32),
+        order=order,
+        places=jnp.argsort(order).astype(jnp.int32),
         is_own=is_own_row,
         axis_name=axis_name,
     )

