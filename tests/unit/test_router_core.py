@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from collections.abc import Iterable
 
@@ -623,7 +624,11 @@ def test_a_decision_is_a_function_of_the_seed() -> None:
 
 
 def test_time_is_only_what_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_thread, monotonic = threading.get_ident(), time.monotonic
+
     def forbidden() -> float:
+        if threading.get_ident() != own_thread:
+            return monotonic()  # others that run in this process may look at a clock
         raise AssertionError("the core read a clock")
 
     monkeypatch.setattr(time, "monotonic", forbidden)
