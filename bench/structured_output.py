@@ -27,19 +27,27 @@ from replicas.wire import GenerateRequest, ModelInfo, SamplingParams, SinkAddres
 _NO_SINK = SinkAddress(host="", port=0, sink_id="", key=b"")
 _PROMPT_TOKENS = 64
 _STEPS_PER_ROUND = 24
-_PERSON: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 40},
-        "age": {"type": "integer", "minimum": 0},
-        "tags": {"type": "array", "items": {"enum": ["old", "new", "other"]}},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
+
+
+def _persons(name: dict[str, Any]) -> Constraint:
+    """A list of JSON objects, so long that no stream ends within a burst."""
+    person = {
+        "type": "object",
+        "properties": {
+            "name": name,
+            "age": {"type": "integer", "minimum": 0},
+            "tags": {"type": "array", "items": {"enum": ["old", "new", "other"]}},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    }
+    return JsonSchema({"type": "array", "items": person, "minItems": 500})
+
+
 GRAMMARS: dict[str, Constraint] = {
-    # Long enough that no stream ends within a burst.
-    "json": JsonSchema({"type": "array", "items": _PERSON, "minItems": 500}),
+    "json": _persons({"type": "string"}),
+    "json, short strings": _persons({"type": "string", "maxLength": 40}),
+    # Dear: no part of the vocabulary is allowed as a whole, and each count is a state of its own.
     "regex": Regex("([a-z]{1,12} ){2000}"),
 }
 

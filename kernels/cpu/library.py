@@ -53,12 +53,14 @@ _PER_ISA = {  # instruction sets that each is compiled for
     "attention_isa.cc": ("generic", "avx2", "avx512"),
     "matmul_isa.cc": ("generic", "avx2", "avx512"),
     "int8_matmul_isa.cc": ("generic", "avx2", "avx512", "avx512_vnni"),
+    "token_masks_isa.cc": ("generic", "avx2", "avx512"),
 }
 _TARGETS = (
     "systole_int8_linear",
     "systole_linear",
     "systole_quantized_paged_attention",
     "systole_ragged_paged_attention",
+    "systole_token_masks",
 )  # and their handlers' symbols
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import lax
 
+from kernels.token_masks import unpack_bits
 from replicas.engine.packed_fields import PackedFields
 from replicas.engine.row_groups import for_each_group
 from replicas.engine.sampler import SamplingArrays, sample
@@ -157,14 +158,15 @@ def draw(
     outputs: OutputRows,
     slot_rows: Int32[Array, "slots W"],
 ) -> Int32[Array, " R"]:
-    """Draw every row's token; the logits of rows that ask for it are adjusted first.
+    """Draw the token of every row that has a slot and is not guided; others get an arbitrary one.
 
-    Those rows are drawn in groups of their own: the others' logits are neither copied nor read
-    twice, and where there are none, nothing runs but a test of that.
+    The logits of rows that ask for it are adjusted first. Those rows are drawn in groups of their
+    own: the others' logits are neither copied nor read twice, and where there are none, nothing
+    runs but a test of that.
     """
     is_adjusted = outputs.have(ADJUSTED)
-    plain = arrays._replace(temperature=jnp.where(is_adjusted, 0.0, arrays.temperature))
-    tokens = sample(logits, plain)
+    is_plain = (outputs.slots < slot_rows.shape[0]) & ~outputs.have(ADJUSTED | GUIDED)
+    tokens = sample(logits, arrays, is_plain)
     fields = slot_row_fields(logits.shape[1])
 
     def visit(rows: Array, tokens: Array) -> Array:
@@ -172,7 +174,8 @@ def draw(
         own_slots = outputs.slots.at[rows].get(mode="clip")
         own_rows = fields.split(slot_rows.at[own_slots].get(mode="clip"))
         adjusted = adjust(logits.at[rows].get(mode="clip"), own, own_rows)
-        return tokens.at[rows].set(sample(adjusted, own), mode="drop")
+        is_member = rows < tokens.shape[0]
+        return tokens.at[rows].set(sample(adjusted, own, is_member), mode="drop")
 
     return lax.cond(
         jnp.any(is_adjusted), lambda: for_each_group(is_adjusted, visit, tokens), lambda: tokens
@@ -202,9 +205,7 @@ def adjust(
     """Return the logits of what is drawn from; what must not be drawn is minus infinity."""
     vocab_size = logits.shape[1]
     members = jnp.arange(logits.shape[0])[:, None]
-    bits = (row["allowed"][:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
-    is_allowed = bits.reshape(logits.shape[0], -1)[:, :vocab_size] > 0
-    logits = jnp.where(is_allowed, logits, -jnp.inf)
+    logits = jnp.where(unpack_bits(row["allowed"], vocab_size), logits, -jnp.inf)
 
     biases = lax.bitcast_convert_type(row["biases"], jnp.float32)
     is_due = arrays.positions[:, None] < row["bias_ends"]

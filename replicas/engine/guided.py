@@ -1,10 +1,10 @@
 """Draws the next tokens of rows that follow a grammar, in a small program of its own.
 
 Which tokens a grammar allows depends on the one before, which the host does not know yet when it
-launches a step. So the step computes such a row's logits and holds them on the device, by slot; it
-draws nothing. Once the host knows the token before, the step is still running: the host works out
-the mask meanwhile and launches this program behind it, in front of the next step, which then finds
-the token where it finds every newest token. The device waits for nobody.
+launches a step. So the step draws nothing for such a row, and its logits stay on the device. Once
+the host knows the token before, the step is still running: the host works out the mask meanwhile
+and launches this program behind it, in front of the next step, which then finds the token where it
+finds every newest token. The device waits for nobody.
 
 Invariant: whatever a request's other parameters say, a token that the mask allows is drawn.
 """
@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax import lax
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from replicas.engine.adjustments import (
     ADJUSTED,
-    GUIDED,
     LOGPROBS,
     OutputRows,
     adjust,
@@ -35,7 +34,7 @@ from replicas.engine.adjustments import (
 from replicas.engine.engine import SequenceLogprobs, StepOutput
 from replicas.engine.logprobs import logprob_words, pack_logprobs, token_entries
 from replicas.engine.packed_fields import PackedFields
-from replicas.engine.row_groups import for_each_group
+from replicas.engine.row_groups import GROUP_ROWS
 from replicas.engine.sampler import SamplingArrays, sample, seed_words
 from replicas.engine.scheduler import ScheduledSequence, StepPlan
 from replicas.engine.step import unpack_sampling
@@ -67,31 +66,72 @@ class GuidedDraw(NamedTuple):
     logprobs: Int32[Array, "N W"]
 
 
+class HeldLogits(NamedTuple):
+    """What a step computed for rows whose tokens are drawn behind it; on the device.
+
+    Attributes:
+        logits: f32 [R, V], of the step's output rows.
+        rows: i32 [num_slots], the output row of each slot that has one; arbitrary for the others.
+    """
+
+    logits: Float32[Array, "R V"]
+    rows: Int32[Array, " slots"]
+
+
+class ApplyTokenMasks(Protocol):
+    """See `kernels.token_masks`."""
+
+    def __call__(
+        self,
+        logits: Float32[Array, "R V"],
+        rows: Int32[Array, " N"],
+        masks: Int32[Array, "N W"],
+        needs_logits: Bool[Array, " N"],
+        num_rows: Int32[Array, " 1"],
+    ) -> tuple[Float32[Array, "N V"], Int32[Array, " N"]]:
+        """Allowed logits, and the best allowed token, of each row."""
+        ...
+
+
 def hold_logits(
-    held: Float32[Array, "slots V"], logits: Float32[Array, "R V"], outputs: OutputRows
-) -> Float32[Array, "slots V"]:
-    """Copy the logits of guided rows to where their slots' are held; traced."""
-    is_guided = outputs.have(GUIDED)
-    guided_first = jnp.argsort(~is_guided, stable=True)
-
-    def copy_row(index: Array, held: Array) -> Array:
-        row = guided_first[index]
-        of_row = lax.dynamic_slice_in_dim(logits, row, 1)
-        return lax.dynamic_update_slice_in_dim(held, of_row, outputs.slots[row], axis=0)
-
-    return lax.fori_loop(0, jnp.sum(is_guided), copy_row, held)
+    logits: Float32[Array, "R V"], outputs: OutputRows, *, num_slots: int
+) -> HeldLogits:
+    """Note where a draw behind the step finds each slot's logits; traced."""
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)
+    by_slot = jnp.zeros(num_slots, jnp.int32).at[outputs.slots].set(rows, mode="drop")
+    return HeldLogits(logits, by_slot)
 
 
 class GuidedLayout:
     """What a draw of up to `num_rows` sequences is told, packed into one vector."""
 
-    def __init__(self, num_rows: int, *, num_slots: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        *,
+        num_outputs: int,
+        num_slots: int,
+        vocab_size: int,
+        apply_token_masks: ApplyTokenMasks,
+    ) -> None:
+        """Lay a draw out.
+
+        Args:
+            num_rows: N, a multiple of the rows of a group.
+            num_outputs: R, output rows of the steps that it follows.
+            num_slots: of the engine.
+            vocab_size: V.
+            apply_token_masks: the kernel.
+        """
+        assert num_rows % GROUP_ROWS == 0, num_rows
         self.num_rows = num_rows
+        self.num_outputs = num_outputs
         self._num_slots = num_slots
         self._vocab_size = vocab_size
+        self._apply_token_masks = apply_token_masks
 
     def __str__(self) -> str:
-        return f"guided{self.num_rows}"
+        return f"guided{self.num_rows}of{self.num_outputs}"
 
     @cached_property
     def fields(self) -> PackedFields:
@@ -100,6 +140,7 @@ class GuidedLayout:
         names = ("slots", "flags", "temperature", "top_k", "top_p", "positions")
         return PackedFields(
             {
+                "num_rows": (1,),
                 **dict.fromkeys(names, (num_rows,)),
                 "seeds": (num_rows, 2),
                 "masks": (num_rows, -(-self._vocab_size // 32)),
@@ -117,6 +158,7 @@ class GuidedLayout:
         view["slots"][:] = self._num_slots
         samplings = [part.sequence.request.sampling for part in parts]
         count = len(parts)
+        view["num_rows"][0] = count
         view["slots"][:count] = [part.slot for part in parts]
         view["flags"][:count] = [row_flags(sampling) for sampling in samplings]
         view["positions"][:count] = [part.start + part.num_tokens for part in parts]
@@ -132,49 +174,63 @@ class GuidedLayout:
         return packed
 
     def draw(
-        self, state: GuidedState, held: Float32[Array, "slots V"], packed: Int32[Array, " words"]
+        self, state: GuidedState, held: HeldLogits, packed: Int32[Array, " words"]
     ) -> tuple[GuidedState, Int32[Array, " N"], Int32[Array, "N W"]]:
         """Draw a token of each row and note it; traced.
 
-        Rows are drawn in groups of fixed size, so that a row's bits do not depend on their number.
+        The likeliest allowed token is all that a greedy row needs. Rows that ask for more are
+        drawn in groups of fixed size, so that their bits do not depend on the number of rows.
         """
         field = self.fields.split(packed)
         arrays = unpack_sampling(field, positions=field["positions"])
         outputs = OutputRows(slots=field["slots"], flags=field["flags"])
+        is_row = outputs.slots < self._num_slots
+        is_needy = is_row & ((arrays.temperature > 0) | outputs.have(ADJUSTED | LOGPROBS))
+        rows = held.rows.at[outputs.slots].get(mode="clip")
+        allowed, best = self._apply_token_masks(
+            held.logits, rows, field["masks"], is_needy, field["num_rows"]
+        )
         row_fields = slot_row_fields(self._vocab_size)
 
-        def visit(rows: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            token_ids, table = carry
-            own = SamplingArrays(*(a.at[rows].get(mode="clip") for a in arrays))
-            slots = outputs.slots.at[rows].get(mode="clip")
-            flags = outputs.flags.at[rows].get(mode="clip")
-            logits = held.at[slots].get(mode="clip")
-            is_allowed = unpack_bits(field["masks"].at[rows].get(mode="clip"), self._vocab_size)
-            allowed = jnp.where(is_allowed, logits, -jnp.inf)
+        def visit(group: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            start = group * GROUP_ROWS
+
+            def of_group(values: Array) -> Array:
+                return lax.dynamic_slice_in_dim(values, start, GROUP_ROWS)
+
+            own = SamplingArrays(*map(of_group, arrays))
+            own_outputs, own_is_needy = OutputRows(*map(of_group, outputs)), of_group(is_needy)
+            own_allowed = of_group(allowed)
 
             def adjusted() -> Array:
-                own_rows = row_fields.split(state.slot_rows.at[slots].get(mode="clip"))
-                changed = adjust(allowed, own, own_rows)
+                slot_rows = state.slot_rows.at[own_outputs.slots].get(mode="clip")
+                changed = adjust(own_allowed, own, row_fields.split(slot_rows))
                 has_any = jnp.max(changed, axis=1) > -jnp.inf
-                return jnp.where((((flags & ADJUSTED) > 0) & has_any)[:, None], changed, allowed)
+                is_changed = own_outputs.have(ADJUSTED) & has_any
+                return jnp.where(is_changed[:, None], changed, own_allowed)
 
-            allowed = lax.cond(jnp.any((flags & ADJUSTED) > 0), adjusted, lambda: allowed)
-            drawn = sample(allowed, own)
-            table = lax.cond(
-                jnp.any((flags & LOGPROBS) > 0),
-                lambda: table.at[rows].set(token_entries(logits, drawn), mode="drop"),
-                lambda: table,
-            )
-            return token_ids.at[rows].set(drawn, mode="drop"), table
+            def draw_group() -> tuple[Array, Array]:
+                token_ids, table = carry
+                is_adjusted = jnp.any(own_outputs.have(ADJUSTED))
+                final = lax.cond(is_adjusted, adjusted, lambda: own_allowed)
+                drawn = jnp.where(own_is_needy, sample(final, own, own_is_needy), of_group(best))
 
-        token_ids, table = for_each_group(
-            outputs.slots < self._num_slots,
-            visit,
-            (
-                jnp.zeros(self.num_rows, jnp.int32),
-                jnp.zeros((self.num_rows, logprob_words(self._vocab_size)), jnp.int32),
-            ),
-        )
+                def entries() -> Array:
+                    own_logits = held.logits.at[of_group(rows)].get(mode="clip")
+                    return token_entries(own_logits, drawn)
+
+                has_logprobs = jnp.any(own_outputs.have(LOGPROBS))
+                own_table = lax.cond(has_logprobs, entries, lambda: of_group(table))
+                return (
+                    lax.dynamic_update_slice_in_dim(token_ids, drawn, start, axis=0),
+                    lax.dynamic_update_slice_in_dim(table, own_table, start, axis=0),
+                )
+
+            return lax.cond(jnp.any(own_is_needy), draw_group, lambda: carry)
+
+        num_groups = (field["num_rows"][0] + GROUP_ROWS - 1) // GROUP_ROWS
+        table = jnp.zeros((self.num_rows, logprob_words(self._vocab_size)), jnp.int32)
+        token_ids, table = lax.fori_loop(0, num_groups, visit, (best, table))
         state = GuidedState(
             last_token_ids=state.last_token_ids.at[outputs.slots].set(token_ids),
             slot_rows=note_drawn(
@@ -187,21 +243,23 @@ class GuidedLayout:
         )
         return state, token_ids, table
 
+    def held_shapes(self, sharding: jax.sharding.Sharding | None) -> HeldLogits:
+        """What a step holds, abstractly."""
+        logits = (self.num_outputs, self._vocab_size)
+        return HeldLogits(
+            *(
+                cast("Any", jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
+                for shape, dtype in ((logits, jnp.float32), ((self._num_slots,), jnp.int32))
+            )
+        )
+
     def lower(
-        self,
-        state: GuidedState,
-        held: Float32[Array, "slots V"],
-        sharding: jax.sharding.Sharding | None,
+        self, state: GuidedState, sharding: jax.sharding.Sharding | None
     ) -> jax.stages.Lowered:
         """Trace the program; reads shapes only."""
         packed = jax.ShapeDtypeStruct((self.fields.size,), jnp.int32, sharding=sharding)
+        held = self.held_shapes(sharding)
         return jax.jit(self.draw, donate_argnums=0).lower(state, held, packed)
-
-
-def unpack_bits(words: Int32[Array, "G W"], count: int) -> Array:
-    """The first `count` bits of each row, as booleans [G, count]; traced."""
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)[None, None, :]) & 1
-    return bits.reshape(words.shape[0], -1)[:, :count] > 0
 
 
 def with_guided(plan: StepPlan, output: StepOutput, draw: GuidedDraw) -> StepOutput:

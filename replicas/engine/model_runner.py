@@ -22,7 +22,15 @@ from replicas.config import EngineConfig
 from replicas.engine.adjustments import LOGPROBS, draw, slot_row_fields
 from replicas.engine.buckets import MIN_ROWS, Bucket, make_buckets, smallest_bucket
 from replicas.engine.engine import StepOutput
-from replicas.engine.guided import GuidedDraw, GuidedLayout, GuidedState, hold_logits, with_guided
+from replicas.engine.guided import (
+    ApplyTokenMasks,
+    GuidedDraw,
+    GuidedLayout,
+    GuidedState,
+    HeldLogits,
+    hold_logits,
+    with_guided,
+)
 from replicas.engine.logprobs import compute_logprobs
 from replicas.engine.program_store import LowerFn, ProgramStore
 from replicas.engine.prompt_lookup import PromptLookup
@@ -32,6 +40,9 @@ from replicas.engine.step import DeviceState, PackedLayout, SlotTable, Texts, wa
 from replicas.models.kv_cache import KVPages, zeros
 
 ProgressFn = Callable[[str, int, int], None]
+
+_MANY_OUTPUTS = 64
+"""Output rows above which draws of few of them have a program of their own."""
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -43,11 +54,13 @@ class Model:
     Attributes:
         forward: (params, kv_pages, inputs) -> (hidden [T, M], kv_pages).
         compute_logits: (params, hidden [R, M], rows in use [1]) -> f32 [R, V].
+        apply_token_masks: see `kernels.token_masks`.
         vocab_size: V.
     """
 
     forward: Callable[..., tuple[Array, KVPages]]
     compute_logits: Callable[..., Array]
+    apply_token_masks: ApplyTokenMasks
     vocab_size: int
 
 
@@ -73,6 +86,8 @@ class LaunchedStep:
         layout: knows how to read the output.
         output: i32, on the device; row i belongs to `plan.scheduled[i]`.
         logprobs: i32, on the device, by token row; see `compute_logprobs`.
+        held: on the device, for a draw behind the step; None once that is launched, and without
+            structured output.
         guided: of sequences whose tokens are drawn apart, those that were; None: none.
     """
 
@@ -80,6 +95,7 @@ class LaunchedStep:
     layout: PackedLayout | VerifyLayout
     output: Int[Array, "S ..."]
     logprobs: Int[Array, "T W"]
+    held: HeldLogits | None
     guided: GuidedDraw | None = None
 
 
@@ -150,14 +166,7 @@ class ModelRunner:
             jnp.int32,
             sharding=replicated,
         )
-        held_logits: Any = None
-        guided_sizes: list[int] = []
-        if config.structured_output:
-            held_logits = jax.ShapeDtypeStruct(
-                (config.max_num_seqs, model.vocab_size), jnp.float32, sharding=replicated
-            )
-            guided_sizes = sorted({MIN_ROWS, max(MIN_ROWS, config.max_num_seqs)})
-        slots = (last_token_ids, slot_rows, texts, held_logits)
+        slots = (last_token_ids, slot_rows, texts)
         if isinstance(pages, jax.Array):
             slots = zeros(slots)
         self._state = DeviceState(kv_pages, *slots)
@@ -169,15 +178,9 @@ class ModelRunner:
             is_head_cost_fixed=config.platform == "tpu",
         )
         self._layouts = {bucket: layout_of(bucket) for bucket in self._buckets}
-        self._guided_layouts = {
-            str(layout): layout
-            for size in guided_sizes
-            for layout in (
-                GuidedLayout(size, num_slots=config.max_num_seqs, vocab_size=model.vocab_size),
-            )
-        }
+        self._guided_layouts = self._lay_out_guided(config) if config.structured_output else {}
         self._programs: dict[Bucket, Any] = {}
-        self._guided_programs: list[tuple[GuidedLayout, Any]] = []
+        self._guided_programs: dict[str, Any] = {}
         self._write_slot: Any = None
         self._last_bucket: Bucket | None = None
         self._counter = CompileCounter()
@@ -218,9 +221,9 @@ class ModelRunner:
                 jax.block_until_ready(self._run(bucket, self._padding(bucket)))
         for index, (name, layout) in enumerate(self._guided_layouts.items(), len(self._buckets)):
             report_progress("programs", index, num_programs)
-            program = self._load_program(name)
-            self._guided_programs.append((layout, program))
-            jax.block_until_ready(self._run_guided(layout, program, ()))
+            self._guided_programs[name] = self._load_program(name)
+            nothing = zeros(layout.held_shapes(self._replicated))
+            jax.block_until_ready(self._run_guided(layout, nothing, ()))
         # Small enough to compile at every start.
         self._write_slot = self.compile(self._lower_write_slot())
         report_progress("programs", num_programs, num_programs)
@@ -252,12 +255,15 @@ class ModelRunner:
             step: still running, most likely.
             indices: places among its scheduled sequences.
         """
+        assert step.held is not None
         parts = [step.plan.scheduled[index] for index in indices]
-        layout, program = next(
-            entry for entry in self._guided_programs if entry[0].num_rows >= len(parts)
+        layout = next(
+            layout
+            for layout in self._guided_layouts.values()
+            if layout.num_outputs == step.held.logits.shape[0] and layout.num_rows >= len(parts)
         )
-        drawn = GuidedDraw(indices, *self._run_guided(layout, program, parts))
-        return dataclasses.replace(step, guided=drawn)
+        drawn = GuidedDraw(indices, *self._run_guided(layout, step.held, parts))
+        return dataclasses.replace(step, guided=drawn, held=None)
 
     def fetch(self, step: LaunchedStep) -> StepOutput:
         """Wait for a step; the new tokens of each scheduled sequence (junk if not `samples`).
@@ -271,17 +277,17 @@ class ModelRunner:
 
     def _run(
         self, bucket: Bucket, packed: npt.NDArray[np.int32]
-    ) -> tuple[Int[Array, "S ..."], Int[Array, "T W"]]:
+    ) -> tuple[Int[Array, "S ..."], Int[Array, "T W"], HeldLogits | None]:
         self._state, *outputs = self._programs[bucket](self._params, self._state, packed)
-        output, logprobs = outputs
-        return output, logprobs
+        output, logprobs, held = outputs
+        return output, logprobs, held
 
     def _run_guided(
-        self, layout: GuidedLayout, program: Any, parts: Sequence[ScheduledSequence]
+        self, layout: GuidedLayout, held: HeldLogits, parts: Sequence[ScheduledSequence]
     ) -> tuple[Int[Array, " N"], Int[Array, "N W"]]:
         state = GuidedState(self._state.last_token_ids, self._state.slot_rows)
-        packed = layout.pack(parts)
-        state, token_ids, logprobs = program(state, self._state.held_logits, packed)
+        program = self._guided_programs[str(layout)]
+        state, token_ids, logprobs = program(state, held, layout.pack(parts))
         self._state = self._state._replace(**state._asdict())
         return token_ids, logprobs
 
@@ -304,7 +310,7 @@ class ModelRunner:
 
         def step(
             params: Any, state: DeviceState, packed: Int[Array, " words"]
-        ) -> tuple[DeviceState, Int[Array, "S ..."], Int[Array, "T W"]]:
+        ) -> tuple[DeviceState, Int[Array, "S ..."], Int[Array, "T W"], HeldLogits | None]:
             return self._step(params, state, packed, layout)
 
         packed = jax.ShapeDtypeStruct((layout.fields.size,), jnp.int32, sharding=self._replicated)
@@ -316,7 +322,7 @@ class ModelRunner:
         state: DeviceState,
         packed: Int[Array, " words"],
         layout: PackedLayout | VerifyLayout,
-    ) -> tuple[DeviceState, Int[Array, "S ..."], Int[Array, "T W"]]:
+    ) -> tuple[DeviceState, Int[Array, "S ..."], Int[Array, "T W"], HeldLogits | None]:
         """The fused program: embed, layers, head, sample, update the slots. Traced."""
         rows = layout.begin(state, packed)
         hidden, kv_pages = self._model.forward(params, state.kv_pages, rows.inputs)
@@ -331,22 +337,41 @@ class ModelRunner:
             targets=rows.targets,
             head=functools.partial(self._model.compute_logits, params),
         )
-        held = state.held_logits
-        if held is not None:
-            held = hold_logits(held, logits, rows.outputs)
+        held: HeldLogits | None = None
+        if self._guided_layouts:
+            held = hold_logits(logits, rows.outputs, num_slots=self._table.num_slots)
         state, output = rows.finish(
-            state._replace(kv_pages=kv_pages, held_logits=held),
-            sampled,
-            vocab_size=self._model.vocab_size,
+            state._replace(kv_pages=kv_pages), sampled, vocab_size=self._model.vocab_size
         )
-        return state, output, logprobs
+        return state, output, logprobs, held
 
     def _lower_guided(self, name: str) -> jax.stages.Lowered:
         """Trace the program of a guided draw."""
-        held = self._state.held_logits
-        assert held is not None
         state = GuidedState(self._state.last_token_ids, self._state.slot_rows)
-        return self._guided_layouts[name].lower(state, held, self._replicated)
+        return self._guided_layouts[name].lower(state, self._replicated)
+
+    def _lay_out_guided(self, config: EngineConfig) -> dict[str, GuidedLayout]:
+        """Draws behind the steps of every number of output rows.
+
+        Where those are many, one for few sequences too: a mask takes V / 8 bytes a row, which are
+        sent to the device for every draw.
+        """
+        layouts: dict[str, GuidedLayout] = {}
+        for num_outputs in sorted({bucket.num_seqs for bucket in self._buckets}):
+            most = min(num_outputs, config.max_num_seqs)
+            sizes = {-(-most // MIN_ROWS) * MIN_ROWS}
+            if num_outputs > _MANY_OUTPUTS:
+                sizes.add(MIN_ROWS)
+            for size in sorted(sizes):
+                layout = GuidedLayout(
+                    size,
+                    num_outputs=num_outputs,
+                    num_slots=config.max_num_seqs,
+                    vocab_size=self._model.vocab_size,
+                    apply_token_masks=self._model.apply_token_masks,
+                )
+                layouts[str(layout)] = layout
+        return layouts
 
     def _lower_write_slot(self) -> jax.stages.Lowered:
         """Trace the program that takes the row of a sequence that has got a slot."""

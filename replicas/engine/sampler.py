@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from replicas.engine.row_groups import for_each_group
+from replicas.engine.row_groups import GROUP_ROWS, for_each_group
 from replicas.models.layers import row_sum
 
 if TYPE_CHECKING:
@@ -50,15 +50,21 @@ class SamplingArrays(NamedTuple):
     positions: Int32[Array, " S"]
 
 
-def sample(logits: Float32[Array, "S V"], arrays: SamplingArrays) -> Int32[Array, " S"]:
-    """Return the next token of each row.
+def sample(
+    logits: Float32[Array, "S V"], arrays: SamplingArrays, is_wanted: Bool[Array, " S"]
+) -> Int32[Array, " S"]:
+    """Return the next token of each row that is wanted, an arbitrary one of the others.
 
-    Greedy rows take the most likely token, the lowest id among equals. When all rows are greedy
-    nothing else runs.
+    Greedy rows take the most likely token, the lowest id among equals. Nothing runs that no wanted
+    row needs.
     """
     with jax.named_scope("sample"):
-        greedy = _first_argmax(logits)
-        is_random = arrays.temperature > 0
+        is_random = is_wanted & (arrays.temperature > 0)
+        greedy = lax.cond(
+            jnp.any(is_wanted & ~is_random),
+            lambda: _first_argmax(logits),
+            lambda: jnp.zeros_like(arrays.top_k),
+        )
         return lax.cond(
             jnp.any(is_random),
             lambda: jnp.where(is_random, _sample_random(logits, arrays, is_random), greedy),
@@ -145,6 +151,9 @@ def _sample_vocabulary(
     tokens: Int32[Array, " S"],
 ) -> Int32[Array, " S"]:
     """Redraw the needy rows from their whole vocabulary, a group at a time."""
+    if logits.shape[0] == GROUP_ROWS:  # a group as it is: nothing to gather
+        drawn = _draw_from_vocabulary(logits, arrays, uniforms, is_needy)
+        return jnp.where(is_needy, drawn, tokens)
 
     def draw_group(members: Array, tokens: Array) -> Array:
         member_arrays = SamplingArrays(*(a.at[members].get(mode="clip") for a in arrays))
@@ -152,6 +161,7 @@ def _sample_vocabulary(
             logits.at[members].get(mode="clip"),
             member_arrays,
             uniforms.at[members].get(mode="clip"),
+            members < logits.shape[0],
         )
         return tokens.at[members].set(drawn, mode="drop")
 
@@ -159,9 +169,14 @@ def _sample_vocabulary(
 
 
 def _draw_from_vocabulary(
-    logits: Float32[Array, "G V"], arrays: SamplingArrays, uniforms: Float32[Array, "G 2"]
+    logits: Float32[Array, "G V"],
+    arrays: SamplingArrays,
+    uniforms: Float32[Array, "G 2"],
+    is_needy: Bool[Array, " G"],
 ) -> Int32[Array, " G"]:
     """Draw from all tokens; while the drawn one is cut off, draw again from those above it.
+
+    Rows that are not needy get an arbitrary token, and none is drawn again for their sake.
 
     Whether top-k or top-p cuts a token off follows from what is above it, so no threshold is
     needed. A rejected token is cut off with everything below it, and a draw among the rest has the
@@ -212,7 +227,8 @@ def _draw_from_vocabulary(
 
     floor = jnp.full_like(arrays.temperature, -jnp.inf)
     tokens = draw(block_sums, floor, uniforms)
-    state = (jnp.uint32(1), tokens, block_sums, floor, has_top_k | has_top_p)
+    is_open = (has_top_k | has_top_p) & is_needy
+    state = (jnp.uint32(1), tokens, block_sums, floor, is_open)
     return lax.while_loop(lambda state: jnp.any(state[-1]), draw_again, state)[1]
 
 

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from kernels import mla_reference, reference
+from kernels import mla_reference, reference, token_masks
 from kernels.cpu import library
 from kernels.cpu.attention import HEAD_DIM_MULTIPLE as NATIVE_HEAD_DIM_MULTIPLE
 from kernels.tpu import attention as tpu_attention
@@ -29,6 +29,7 @@ from replicas.config import AttentionImpl, EngineConfig, ModelConfig
 from replicas.engine.backend import check_xla_options, start_backend
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
+from replicas.engine.guided import ApplyTokenMasks
 from replicas.engine.memory_plan import abstract_weights, choose_num_pages, device_bytes
 from replicas.engine.model_runner import LaunchedStep, Model, ModelRunner, ProgressFn
 from replicas.engine.page_allocator import PageAllocator
@@ -428,6 +429,7 @@ def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:
         compute_logits=lambda params, hidden, num_rows: compute_logits(
             params, hidden, num_rows, model_config
         ),
+        apply_token_masks=_token_masks(config, is_sharded=mesh.size > 1),
         vocab_size=model_config.vocab_size,
     )
     return ModelRunner(
@@ -485,6 +487,14 @@ def _attention(config: EngineConfig, model_config: ModelConfig) -> AttentionFn:
         num_drafts = config.num_speculative_tokens if config.speculation != "none" else 0
         return functools.partial(tpu_attention.ragged_paged_attention, decode_q_len=1 + num_drafts)
     return reference.ragged_paged_attention
+
+
+def _token_masks(config: EngineConfig, *, is_sharded: bool) -> ApplyTokenMasks:
+    if "native" in (config.attention, config.matmul) and not is_sharded:
+        from kernels.cpu import token_masks as native
+
+        return native.apply_token_masks
+    return token_masks.apply_token_masks
 
 
 def _fingerprint(

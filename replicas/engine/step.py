@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jaxtyping import Array, Float32, Int
+from jaxtyping import Array, Int
 
 from replicas.engine.adjustments import (
     ADJUSTED,
@@ -49,15 +49,12 @@ class DeviceState(NamedTuple):
         slot_rows: i32 [num_slots, W], what changes the logits of each slot's sequence; see
             `adjustments`.
         texts: what drafts are looked up in; None without speculation.
-        held_logits: f32 [num_slots, V], of the sequences that follow a grammar, until their tokens
-            are drawn; None without structured output.
     """
 
     kv_pages: KVPages
     last_token_ids: Int[Array, " slots"]
     slot_rows: Int[Array, "slots W"]
     texts: Texts | None = None
-    held_logits: Float32[Array, "slots V"] | None = None
 
 
 class Texts(NamedTuple):
@@ -182,9 +179,8 @@ class SlotTable:
         if flags & ADJUSTED:
             row = make_slot_row(sequence, self.vocab_size)
             self._new_rows.append(np.concatenate([np.array([slot], np.int32), row]))
-        # What a step would draw of a guided row counts for nothing: the cheapest draw will do.
         self.flags[slot] = GUIDED if sampling.grammar else flags
-        self.temperature[slot] = 0.0 if sampling.grammar else sampling.temperature
+        self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
         self.top_p[slot] = sampling.top_p
         self.seeds[slot] = seed_words(sampling.seed)

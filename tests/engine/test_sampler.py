@@ -15,6 +15,10 @@ NUM_ROWS = 256
 SAMPLE = jax.jit(sample)
 
 
+def sample_all(logits: np.ndarray, arrays: SamplingArrays) -> jax.Array:
+    return SAMPLE(logits, arrays, np.ones(len(logits), bool))
+
+
 @cache
 def logits_row(vocab_size: int = VOCAB_SIZE) -> np.ndarray:
     """A row of distinct logits with a head of likely tokens and a long tail."""
@@ -60,7 +64,7 @@ def draw(row: np.ndarray, num_draws: int, **parameters: float) -> np.ndarray:
     logits = jnp.asarray(np.tile(row, (NUM_ROWS, 1)))
     return np.concatenate(
         [
-            np.asarray(SAMPLE(logits, make_arrays(NUM_ROWS, first_seed=first, **parameters)))
+            np.asarray(sample_all(logits, make_arrays(NUM_ROWS, first_seed=first, **parameters)))
             for first in range(0, num_draws, NUM_ROWS)
         ]
     )
@@ -120,7 +124,7 @@ def test_the_tail_is_drawn_evenly() -> None:
 def test_greedy_rows_take_the_first_of_equal_maxima() -> None:
     logits = np.zeros((8, 300), np.float32)
     logits[:, [17, 41]] = 2.0
-    assert SAMPLE(logits, make_arrays(8, temperature=0.0)).tolist() == [17] * 8
+    assert sample_all(logits, make_arrays(8, temperature=0.0)).tolist() == [17] * 8
 
 
 def test_tokens_tied_with_the_last_kept_one_are_kept() -> None:
@@ -164,15 +168,15 @@ def test_the_draw_depends_on_seed_and_position_only() -> None:
     logits = jnp.asarray(np.tile(logits_row(), (64, 1)))
     arrays = make_arrays(64)
     seeds = np.full((64, 2), 5, np.uint32)
-    same = SAMPLE(logits, arrays._replace(seeds=seeds))
+    same = sample_all(logits, arrays._replace(seeds=seeds))
     assert len(set(same.tolist())) == 1
-    by_position = SAMPLE(
+    by_position = sample_all(
         logits, arrays._replace(seeds=seeds, positions=np.arange(64, dtype=np.int32))
     )
     assert by_position[7] == same[0]
     assert len(set(by_position.tolist())) > 8
-    high_word = SAMPLE(logits, arrays._replace(seeds=arrays.seeds[:, ::-1].copy()))
-    assert (np.asarray(high_word) != np.asarray(SAMPLE(logits, arrays))).mean() > 0.5
+    high_word = sample_all(logits, arrays._replace(seeds=arrays.seeds[:, ::-1].copy()))
+    assert (np.asarray(high_word) != np.asarray(sample_all(logits, arrays))).mean() > 0.5
 
 
 @pytest.mark.parametrize("vocab_size", [100, 256, 9000])
@@ -188,17 +192,20 @@ def test_a_row_does_not_depend_on_its_neighbours(vocab_size: int) -> None:
         seeds=rng.integers(0, 2**32, (num_rows, 2), dtype=np.uint32),
         positions=rng.integers(0, 8192, num_rows).astype(np.int32),
     )
-    together = np.asarray(SAMPLE(logits, arrays))
+    together = np.asarray(sample_all(logits, arrays))
     order = rng.permutation(num_rows)
     for batch_size in (8, 16, 32):
         for rows in order.reshape(-1, batch_size):
-            part = SAMPLE(logits[rows], SamplingArrays(*(a[rows] for a in arrays)))
+            part = sample_all(logits[rows], SamplingArrays(*(a[rows] for a in arrays)))
             np.testing.assert_array_equal(np.asarray(part), together[rows])
+    is_wanted = rng.random(num_rows) < 0.3
+    some = np.asarray(SAMPLE(logits, arrays, is_wanted))
+    np.testing.assert_array_equal(some[is_wanted], together[is_wanted])
     for row in range(0, num_rows, 5):
         alone = SamplingArrays(*(np.repeat(a[row : row + 1], 8, axis=0) for a in arrays))
         greedy_neighbours = alone.temperature.copy()
         greedy_neighbours[1:] = 0.0
-        tokens = SAMPLE(
+        tokens = sample_all(
             np.repeat(logits[row : row + 1], 8, axis=0),
             alone._replace(temperature=greedy_neighbours),
         )
@@ -207,5 +214,5 @@ def test_a_row_does_not_depend_on_its_neighbours(vocab_size: int) -> None:
 
 def test_an_uneven_number_of_rows_is_drawn() -> None:
     logits = np.tile(logits_row(300), (13, 1))
-    full = np.asarray(SAMPLE(np.tile(logits_row(300), (16, 1)), make_arrays(16)))
-    np.testing.assert_array_equal(np.asarray(SAMPLE(logits, make_arrays(13))), full[:13])
+    full = np.asarray(sample_all(np.tile(logits_row(300), (16, 1)), make_arrays(16)))
+    np.testing.assert_array_equal(np.asarray(sample_all(logits, make_arrays(13))), full[:13])

@@ -65,6 +65,10 @@ SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
                       _mm512_cmplt_epi32_mask(lane, _mm512_set1_epi32(hi));
   return _mm512_mask_blend_ps(m, y, x);
 }
+// Lane i of x where bit i is set, of y elsewhere.
+SYSTOLE_INLINE F32 select_bits(uint32_t bits, F32 x, F32 y) {
+  return _mm512_mask_blend_ps(static_cast<__mmask16>(bits), y, x);
+}
 // Lanes of a where x has its sign bit set, of b elsewhere.
 SYSTOLE_INLINE F32 select_negative(F32 x, F32 a, F32 b) {
   return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x)), b, a);
@@ -180,6 +184,11 @@ SYSTOLE_INLINE __m256i lanes_between(int lo, int hi) {
 SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
   return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(lanes_between(lo, hi)));
 }
+SYSTOLE_INLINE F32 select_bits(uint32_t bits, F32 x, F32 y) {
+  const U32 lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const U32 is_set = _mm256_cmpeq_epi32(and_u32(broadcast_u32(bits), lane), lane);
+  return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(is_set));
+}
 SYSTOLE_INLINE F32 select_negative(F32 x, F32 a, F32 b) { return _mm256_blendv_ps(b, a, x); }
 SYSTOLE_INLINE U32 load_words(const void* p, int n) {
   return _mm256_maskload_epi32(static_cast<const int*>(p), lanes_between(0, n));
@@ -274,6 +283,9 @@ SYSTOLE_INLINE F32 select_range(int lo, int hi, F32 x, F32 y) {
     if (i >= lo && i < hi) y[i] = x[i];
   }
   return y;
+}
+SYSTOLE_INLINE F32 select_bits(uint32_t bits, F32 x, F32 y) {
+  return (U32{bits, bits, bits, bits} & U32{1, 2, 4, 8}) != 0 ? x : y;
 }
 SYSTOLE_INLINE F32 select_negative(F32 x, F32 a, F32 b) { return (U32)x >> 31 ? a : b; }
 SYSTOLE_INLINE U32 load_words(const void* p, int n) {
