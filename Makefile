@@ -22,7 +22,7 @@ echo "setup: Python 3.12 was not found. Install it (apt install python3.12-venv,
 exit 1
 endef
 
-.PHONY: help setup setup-dev serve test lint bench golden-http chaos clients fuzz soak scale clean
+.PHONY: help setup setup-dev serve test lint bench golden-http chaos clients fuzz soak scale panels clean
 .NOTPARALLEL:
 
 help:  ## list the targets
@@ -74,6 +74,10 @@ soak: setup-dev  ## serve CONFIG under SOAK_SHARE of its load for SOAK_MINUTES a
 
 scale: setup-dev  ## a load wave on a local Ray cluster whose fake TPU hosts come and go
 	@$(VENV_PYTHON) -m bench.scale_wave
+
+PROMETHEUS ?= prometheus
+panels: setup-dev  ## have PROMETHEUS (a program) run every query of dashboard and alerts on a served model
+	@$(VENV_PYTHON) -m tests.panels --prometheus $(PROMETHEUS)
 
 clean:  ## remove what the other targets made; models that you added stay
 	rm -rf .venv .cache run .pytest_cache .ruff_cache .hypothesis .import_linter_cache

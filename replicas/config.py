@@ -416,6 +416,11 @@ class EngineConfig:
         return is_packable and self.tensor_parallel == 1
 
     @property
+    def has_native_kernels(self) -> bool:
+        """Whether any kernel of a resolved configuration is a native CPU kernel."""
+        return "native" in (self.attention, self.matmul)
+
+    @property
     def kv_dtype(self) -> str:
         """Dtype of the KV pages, by its name."""
         return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype

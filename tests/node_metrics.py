@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import yaml
@@ -19,15 +19,12 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def read_node_metrics(pids: Iterable[int]) -> str:
     """Exposition text of the cluster that these processes belong to; "" while there is none."""
-    for session in _sessions(pids):
-        addresses = _addresses(session)
-        for address in addresses:
-            with contextlib.suppress(OSError):
-                with _OPENER.open(f"http://{address}/metrics", timeout=5) as response:
-                    text = response.read().decode()
-                if session.name in text:
-                    return text
-    return ""
+    return next((text for _, text in _nodes(pids)), "")
+
+
+def node_addresses(pids: Iterable[int]) -> list[str]:
+    """HOST:PORT of every agent that exports metrics of the cluster of these processes."""
+    return [address for address, _ in _nodes(pids)]
 
 
 def panel_queries() -> list[str]:
@@ -41,6 +38,17 @@ def rule_queries() -> list[str]:
     """Every expression of the alert rules."""
     groups = yaml.safe_load(RULES.read_text())["groups"]
     return [rule["expr"] for group in groups for rule in group["rules"]]
+
+
+def _nodes(pids: Iterable[int]) -> Iterator[tuple[str, str]]:
+    """Address and exposition text of each agent that speaks of the processes' session."""
+    for session in _sessions(pids):
+        for address in _addresses(session):
+            with contextlib.suppress(OSError):
+                with _OPENER.open(f"http://{address}/metrics", timeout=5) as response:
+                    text = response.read().decode()
+                if session.name in text:
+                    yield address, text
 
 
 def _sessions(pids: Iterable[int]) -> set[Path]:

@@ -37,6 +37,7 @@ from app.router.events import (
     Ticked,
 )
 from app.router.fleet import Bools, Fleet
+from app.router.held import HeldRequests
 from app.router.placement import Placement
 from app.router.replica_view import Booking, ReplicaView
 from replicas.errors import EngineDead, Overloaded
@@ -48,12 +49,6 @@ REFUSAL_MARGIN = 1.1
 SLOT_WAIT_SHARE = 0.65
 """Of its time, what a request may be predicted to wait for a slot: under overload the queue is as
 long as is let in, so that without a margin everybody would come just too late."""
-
-
-MAX_HELD = 32
-"""So many requests at most wait for a replica that is better than one that is ready."""
-
-MIN_HOLD_S = 0.01
 
 
 class RouterCore:
@@ -96,7 +91,7 @@ class RouterCore:
         self._breakers = CircuitBreakers()
         self._stays = StayTime()
         self._sent: dict[str, tuple[QueuedRequest, ReplicaView, float]] = {}
-        self._held: dict[str, float] = {}  # until when they wait for a better replica
+        self._held = HeldRequests()
         self._hopes_until: float | None = None
 
     @property
@@ -159,8 +154,7 @@ class RouterCore:
 
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
-        held_until = min(self._held.values(), default=np.inf)
-        return min(self._queue.next_due(), self._window.next_due, held_until)
+        return min(self._queue.next_due(), self._window.next_due, self._held.next_due)
 
     def on(self, event: Event, now: float) -> list[Action]:
         """Take an event at time `now` (seconds, never decreasing); return what to do, in order."""
@@ -382,8 +376,7 @@ class RouterCore:
 
     def _dispatch(self, now: float, actions: list[Action]) -> None:
         """Send queued requests, in order, while any replica has credit."""
-        if self._held:
-            self._held = {name: at for name, at in self._held.items() if at > now}
+        self._held.let_go(now)
         if len(self._queue) and not self._window.holds(now, len(self._queue)):
             self._window.let_go()
             ready = self._ready()
@@ -466,7 +459,7 @@ class RouterCore:
         It stays in its place here, and is looked at again when the better one should be ready.
         """
         max_backlog_s = self._config.max_backlog_s
-        if answer.queued_s is None or len(self._held) >= MAX_HELD:
+        if answer.queued_s is None or self._held.is_full:
             return False
         if not np.count_nonzero(answer.queued_s > max_backlog_s):
             return False
@@ -478,7 +471,7 @@ class RouterCore:
             return False
         if answer.ttft_s is not None and answer.ttft_s[best] > request.first_token_by - now:
             return False
-        self._held[request.request_id] = now + max(excess_s, MIN_HOLD_S)
+        self._held.hold(request.request_id, now=now, for_s=excess_s)
         return True
 
     def _book(

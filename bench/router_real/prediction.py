@@ -15,7 +15,6 @@ from bench.router_sim.simulation import Record, Scenario, Simulation
 from bench.router_sim.traces import SimRequest
 from replicas.load_events import MIN_INTERVAL_S
 from replicas.page_keys import hash_prompt, hash_root
-from replicas.wire import ReplicaLoad
 
 EVENT_DELAY_S = 1e-3
 
@@ -33,11 +32,7 @@ def calibrate(
     Returns:
         The replica, and the mean seconds of a call's way to it.
     """
-    reports: dict[str, list[ReplicaLoad]] = {}
-    for seen in snapshots:
-        for replica, load in seen.loads.items():
-            reports.setdefault(replica, []).append(load)
-    hardware = fit(sizes.as_hardware(), tuple(reports.values()))
+    hardware = fit(sizes.as_hardware(), [(seen.at, seen.loads) for seen in snapshots])
     times = [(len(reply.ask.prompt_token_ids), reply.ttft_s) for reply in idle]
     return hardware, max(EVENT_DELAY_S, path_s(hardware, times) - EVENT_DELAY_S)
 

@@ -91,6 +91,7 @@ async def validation(
             "token_ms": 1e3 * hardware.token_s,
             "pair_us": 1e6 * hardware.pair_s,
             "context_us": 1e6 * hardware.context_s,
+            "contention": hardware.contention,
             "way_ms": 1e3 * way_s,
         },
         "runs": runs,

@@ -32,6 +32,8 @@ class Hardware:
         num_host_pages: pages in host memory behind them.
         fetch_s: one page from host to device.
         start_s: from the order for a replica to its first report.
+        contention: share by which each other replica that works slows a step down; above 0 where
+            all replicas compute on the cores of one machine.
     """
 
     overhead_s: float = 1.5e-3
@@ -52,6 +54,7 @@ class Hardware:
     num_host_pages: int = 0
     fetch_s: float = 3.3e-3
     start_s: float = 90.0
+    contention: float = 0.0
 
     def prefill_tokens(self, num_decodes: int, num_prompts: int) -> int:
         """Prompt tokens that a step takes beside so many decode rows, see `mixed_tokens`.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from bench.router_sim.hardware import Hardware
@@ -78,9 +78,20 @@ class SimReplica:
         is_changed: whether the load changed since this was cleared.
     """
 
-    def __init__(self, replica_id: str, hardware: Hardware) -> None:
+    def __init__(
+        self, replica_id: str, hardware: Hardware, machine: Collection[SimReplica] = ()
+    ) -> None:
+        """Be idle.
+
+        Args:
+            replica_id: its name.
+            hardware: what it can do.
+            machine: the replicas, maybe this one among them, that share its cores; may change.
+        """
         self.replica_id = replica_id
         self.hardware = hardware
+        self._machine = machine
+        self._slowdown = 1.0  # of the current step or stretch
         self.pages = PageCache(hardware.num_pages, num_host_pages=hardware.num_host_pages)
         self.wakes_at = math.inf
         self.is_changed = False
@@ -102,6 +113,19 @@ class SimReplica:
         self._num_pairs = 0
         self._num_context = 0
         self._busy_s = 0.0
+
+    @property
+    def is_working(self) -> bool:
+        """Whether a step runs."""
+        return self.wakes_at < math.inf and self._num_iterations > 0
+
+    def notice_machine(self, now: float) -> bool:
+        """End a stretch that was planned while more, or fewer, others worked; whether it did."""
+        if self._chunks or not self.is_working or self._slowdown == self._current_slowdown():
+            return False
+        before = self.wakes_at
+        self._cut(now)
+        return self.wakes_at != before
 
     def submit(self, sequence: SimSequence, now: float) -> None:
         """Take a sequence; it is admitted between steps."""
@@ -169,6 +193,7 @@ class SimReplica:
     def _begin(self, now: float) -> None:
         """Plan the next step, or stretch of decode steps."""
         self._started_at = now
+        self._slowdown = self._current_slowdown()
         hardware = self.hardware
         num_decodes = len(self._decodes)
         self._chunks = []
@@ -178,7 +203,7 @@ class SimReplica:
             self._num_iterations = 1
             num_tokens = num_decodes + sum(count for _, count in self._chunks)
             pairs = sum(n * (2 * s.num_computed + n) / 2 for s, n in self._chunks)
-            self.wakes_at = now + hardware.step_s(num_tokens, pairs, self._context)
+            self.wakes_at = now + self._slowdown * hardware.step_s(num_tokens, pairs, self._context)
         elif num_decodes:
             self._num_iterations = self._due[0][0] - self._clock
             if self._waiting and self._waiting[0].first_step > self._num_steps:
@@ -193,6 +218,13 @@ class SimReplica:
             self.wakes_at = min(sequence.ready_at for sequence in self._prefilling)
         else:
             self.wakes_at = math.inf
+
+    def _current_slowdown(self) -> float:
+        """What the others that work now make of the duration of a step."""
+        if not self.hardware.contention:
+            return 1.0
+        num_others = sum(other.is_working for other in self._machine if other is not self)
+        return 1.0 + self.hardware.contention * num_others
 
     def _plan_prompts(self, now: float) -> None:
         """Fill the step: first with unfinished prompts, oldest first, then with new ones."""
@@ -370,11 +402,12 @@ class SimReplica:
         """Duration of `count` decode steps from the stretch's start."""
         rows = len(self._decodes)
         first = self.hardware.step_s(rows, 0, self._context)
-        return count * first + self.hardware.context_s * rows * count * (count - 1) / 2
+        growth = self.hardware.context_s * rows * count * (count - 1) / 2
+        return self._slowdown * (count * first + growth)
 
     def _iterations_until(self, at: float) -> int:
         """Steps of a decode stretch up to the first boundary at or after `at`, at least 1."""
-        elapsed = at - self._started_at
+        elapsed = (at - self._started_at) / self._slowdown
         slope = self.hardware.context_s * len(self._decodes) / 2
         first = self.hardware.step_s(len(self._decodes), 0, self._context) - slope
         root = math.sqrt(first * first + 4 * slope * max(elapsed, 0.0))

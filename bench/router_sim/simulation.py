@@ -200,6 +200,7 @@ class Simulation:
             for _ in range(scenario.num_routers)
         ]
         self._replicas: dict[str, _Replica] = {}
+        self._machine: list[SimReplica] = []  # all of them, for their contention
         self._open: dict[str, tuple[Record, RouterCore]] = {}
         self._names = itertools.count()
         self._now = 0.0
@@ -343,6 +344,13 @@ class Simulation:
             self._feed(core, RequestEnded(sequence.request_id, sequence.num_output_tokens))
 
     def _plan_wake(self, replica: _Replica) -> None:
+        self._plan_wake_alone(replica)
+        if self._scenario.hardware.contention:
+            for other in self._replicas.values():
+                if other is not replica and other.engine.notice_machine(self._now):
+                    self._plan_wake_alone(other)
+
+    def _plan_wake_alone(self, replica: _Replica) -> None:
         replica.wake_number += 1
         at = replica.engine.wakes_at
         if at < math.inf:
@@ -388,7 +396,9 @@ class Simulation:
     def _start_replica(self, ordered_at: float) -> None:
         name = f"replica-{next(self._names)}"
         self._paid_since[name] = ordered_at
-        self._replicas[name] = _Replica(SimReplica(name, self._scenario.hardware))
+        engine = SimReplica(name, self._scenario.hardware, self._machine)
+        self._machine.append(engine)
+        self._replicas[name] = _Replica(engine)
         for core in self._routers:
             self._feed(core, ReplicaReported(name, 0, self._replicas[name].engine.load()))
 
@@ -448,6 +458,7 @@ class Simulation:
         if load.num_running or load.num_waiting or is_sent_on:
             return
         del self._replicas[name]
+        self._machine.remove(replica.engine)
         replica.is_alive = False
         replica.engine.pages.check()
         self._outcome.num_preemptions += replica.engine.num_preemptions
@@ -455,6 +466,7 @@ class Simulation:
 
     def _die(self, replica_id: str) -> None:
         replica = self._replicas.pop(replica_id)
+        self._machine.remove(replica.engine)
         replica.is_alive = False
         replica.engine.lose()
         for core in self._routers:

@@ -7,7 +7,6 @@ chose.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,16 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from kernels import mla_reference, reference, token_masks
 from kernels.cpu import library
-from kernels.cpu.attention import HEAD_DIM_MULTIPLE as NATIVE_HEAD_DIM_MULTIPLE
-from kernels.tpu import attention as tpu_attention
-from kernels.tpu import mla as tpu_mla
-from replicas.config import AttentionImpl, EngineConfig, ModelConfig
+from replicas.config import EngineConfig, ModelConfig
 from replicas.engine.backend import check_xla_options, start_backend
 from replicas.engine.engine import Engine
 from replicas.engine.engine_loop import EngineLoop
-from replicas.engine.guided import ApplyTokenMasks
+from replicas.engine.kernel_choice import (
+    bind_attention,
+    bind_token_masks,
+    choose_attention,
+    choose_matmul,
+    load_native,
+)
 from replicas.engine.memory_plan import abstract_weights, choose_num_pages, device_bytes
 from replicas.engine.model_runner import LaunchedStep, Model, ModelRunner, ProgressFn
 from replicas.engine.page_allocator import PageAllocator
@@ -41,7 +42,7 @@ from replicas.grammar import NoVocabulary, Vocabulary
 from replicas.model_files.fetch import fetch_model
 from replicas.model_files.source import parse_source
 from replicas.models.kv_cache import abstract_kv_pages, zeros
-from replicas.models.packing import has_packable_sizes, pack_params
+from replicas.models.packing import pack_params
 from replicas.models.quantize import quantize_params, require_quantizable
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
@@ -56,8 +57,6 @@ from replicas.models.weights import load_params
 from replicas.wire import ModelInfo, StepEvents
 
 logger = logging.getLogger(__name__)
-
-AttentionFn = Callable[..., tuple[jax.Array, Any]]
 
 _DEFAULT_PAGE_SIZE = {"cpu": 16, "tpu": 128}
 
@@ -114,74 +113,17 @@ def resolve_config(
             f"kv_cache_dtype {config.kv_cache_dtype!r} is not for latents, which "
             f"{model_config.family!r} attends over and which are small already: set it to 'auto'"
         )
-    attention = _choose_attention(config, model_config, platform=platform, has_native=has_native)
-    if attention == "pallas" and model_config.mla is not None:
-        tpu_mla.check_page_size(page_size)
-    elif attention == "pallas":
-        tpu_attention.check_page_size(
-            page_size, jnp.dtype(config.kv_dtype), head_dim=model_config.head_dim
-        )
-    matmul = config.matmul
-    if matmul == "auto":
-        is_native = platform == "cpu" and has_native and config.has_packable_weights
-        if config.quantization == "none":
-            is_native = is_native and has_packable_sizes(model_config)
-        matmul = "native" if is_native else "xla"
     return dataclasses.replace(
         config,
         platform=platform,
         max_model_len=max_model_len,
         page_size=page_size,
-        attention=attention,
-        matmul=matmul,
+        attention=choose_attention(
+            config, model_config, platform=platform, page_size=page_size, has_native=has_native
+        ),
+        matmul=choose_matmul(config, model_config, platform=platform, has_native=has_native),
         structured_output=config.structured_output and has_tokenizer(config),
     )
-
-
-def _choose_attention(
-    config: EngineConfig, model_config: ModelConfig, *, platform: str, has_native: bool
-) -> AttentionImpl:
-    """Return the kernel for "auto", or that of the configuration if it takes the model.
-
-    Raises:
-        ValueError: it does not; says what it takes.
-    """
-    has_latents = model_config.mla is not None
-    # A head of another size runs on the reference kernel, slower: the native one has vectors of 8.
-    is_aligned = model_config.head_dim % NATIVE_HEAD_DIM_MULTIPLE == 0
-    has_pallas = platform == "tpu" and _has_pallas(config, model_config)
-    if config.attention == "auto":
-        if has_pallas:
-            return "pallas"
-        is_native = platform == "cpu" and has_native and is_aligned and not has_latents
-        return "native" if is_native else "reference"
-    if config.attention == "pallas" and not has_pallas:
-        raise ValueError(
-            f"attention 'pallas' is for TPUs and a head_dim of up to {tpu_attention.MAX_HEAD_DIM} "
-            "(of a multiple of 128 with 8-bit pages), or latents of a multiple of 128; got "
-            f"{platform!r}, {model_config.head_dim}, kv_cache_dtype {config.kv_cache_dtype!r} and "
-            f"family {model_config.family!r}: set attention to 'auto'"
-        )
-    if config.attention == "native" and has_latents:
-        raise ValueError(
-            f"attention 'native' has no kernel for latents, which {model_config.family!r} attends "
-            "over: set attention to 'auto'"
-        )
-    if config.attention == "native" and has_native and not is_aligned:
-        raise ValueError(
-            f"attention 'native' needs a head_dim that is a multiple of {NATIVE_HEAD_DIM_MULTIPLE}"
-            f", got {model_config.head_dim}: set attention to 'auto'"
-        )
-    return config.attention
-
-
-def _has_pallas(config: EngineConfig, model_config: ModelConfig) -> bool:
-    """Whether the TPU kernels take a model's heads or latents."""
-    if model_config.mla is not None:
-        return model_config.mla.kv_lora_rank % tpu_mla.LANES == 0
-    if config.kv_cache_dtype != "auto" and model_config.head_dim % tpu_mla.LANES:
-        return False
-    return model_config.head_dim <= tpu_attention.MAX_HEAD_DIM
 
 
 def start_engine_loop(
@@ -297,7 +239,7 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
     """
     model_config = load_model_config(fetch_model(config.model, "config", cache=config.model_cache))
     platform = start_backend(config) if devices is None else devices[0].platform
-    native_error = _load_native(config, platform)
+    native_error = load_native(config, platform)
     config = resolve_config(
         config, model_config, platform=platform, has_native=native_error is None
     )
@@ -310,8 +252,7 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
             config.max_model_len,
             model_config.rope.original_max_position_embeddings,
         )
-    has_native = "native" in (config.attention, config.matmul)
-    if has_native and native_error is not None:
+    if config.has_native_kernels and native_error is not None:
         raise ValueError(f"attention or matmul is 'native', but: {native_error}")
     mesh = make_mesh(config, devices)
     if devices is None:
@@ -329,7 +270,7 @@ def plan_engine(config: EngineConfig, devices: Sequence[Any] | None = None) -> E
     )
     environment = describe_environment(
         mesh_devices,
-        native=library.fingerprint() if has_native else "",
+        native=library.fingerprint() if config.has_native_kernels else "",
         xla_options=config.xla_options,
     )
     sources = hash_sources()
@@ -421,7 +362,7 @@ def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, plan.weights)
     forward = shard_forward(family.forward, mesh, specs)
     compute_logits = shard_logits(family.compute_logits, mesh, specs)
-    attention = _attention(config, model_config)
+    attention = bind_attention(config, model_config)
     model = Model(
         forward=lambda params, kv_pages, inputs: forward(
             params, kv_pages, inputs, model_config, attention=attention
@@ -429,7 +370,7 @@ def _make_runner(plan: EnginePlan, params: Any, kv_pages: Any) -> ModelRunner:
         compute_logits=lambda params, hidden, num_rows: compute_logits(
             params, hidden, num_rows, model_config
         ),
-        apply_token_masks=_token_masks(config, is_sharded=mesh.size > 1),
+        apply_token_masks=bind_token_masks(config, is_sharded=mesh.size > 1),
         vocab_size=model_config.vocab_size,
     )
     return ModelRunner(
@@ -447,18 +388,6 @@ def _param_specs(plan: EnginePlan) -> Any:
     return family.param_specs(plan.model_config, num_shards=plan.config.tensor_parallel)
 
 
-def _load_native(config: EngineConfig, platform: str) -> library.NativeUnavailable | None:
-    """Load the native kernels unless the configuration rules them out."""
-    is_ruled_out = config.attention == "reference" and config.matmul == "xla"
-    if is_ruled_out or platform != "cpu":
-        return library.NativeUnavailable("native kernels are for the CPU platform")
-    try:
-        library.load()
-    except library.NativeUnavailable as error:
-        return error
-    return None
-
-
 def _break_even_context(model_config: ModelConfig) -> int:
     """Context at which a token's attention takes as many FLOP as its projections.
 
@@ -473,28 +402,6 @@ def _break_even_context(model_config: ModelConfig) -> int:
     if mla is not None:  # scores over the whole cached row, values over its latent
         attention_size = model_config.num_heads * (mla.cache_dim + mla.kv_lora_rank) // 2
     return max(1, model_config.hidden_size * per_channel // (2 * attention_size))
-
-
-def _attention(config: EngineConfig, model_config: ModelConfig) -> AttentionFn:
-    if model_config.mla is not None:
-        kernel = tpu_mla if config.attention == "pallas" else mla_reference
-        return kernel.ragged_paged_latent_attention
-    if config.attention == "native":
-        from kernels.cpu import attention
-
-        return attention.ragged_paged_attention
-    if config.attention == "pallas":
-        num_drafts = config.num_speculative_tokens if config.speculation != "none" else 0
-        return functools.partial(tpu_attention.ragged_paged_attention, decode_q_len=1 + num_drafts)
-    return reference.ragged_paged_attention
-
-
-def _token_masks(config: EngineConfig, *, is_sharded: bool) -> ApplyTokenMasks:
-    if "native" in (config.attention, config.matmul) and not is_sharded:
-        from kernels.cpu import token_masks as native
-
-        return native.apply_token_masks
-    return token_masks.apply_token_masks
 
 
 def _fingerprint(

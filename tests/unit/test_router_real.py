@@ -112,6 +112,35 @@ def test_step_times_are_recovered_from_reports() -> None:
     assert way_s == pytest.approx(0.019, abs=0.005)
 
 
+def test_contention_is_recovered_from_reports() -> None:
+    """Two replicas on one machine, each now alone and now beside the other."""
+    hardware = dataclasses.replace(REAL, contention=0.6)
+    machine: list[SimReplica] = []
+    machine += [SimReplica(name, hardware, machine) for name in "ab"]
+    asks = with_shared_prefixes(300, seed=4, rate=2.0)
+    log: dict[int, list[float]] = {}
+    arrivals = [(ask.arrival_s, sequence(n, ask, log)) for n, ask in enumerate(asks)]
+    snapshots: list[Snapshot] = []
+    while arrivals or any(replica.wakes_at < math.inf for replica in machine):
+        replica = min(machine, key=lambda each: each.wakes_at)
+        seen_at = 0.1 * len(snapshots)
+        arrives_at = arrivals[0][0] if arrivals else math.inf
+        now = min(replica.wakes_at, seen_at, arrives_at)
+        if now == seen_at:
+            loads = {each.replica_id: each.load() for each in machine}
+            snapshots.append(Snapshot(now, 0, loads))
+        elif now == arrives_at:
+            machine[len(arrivals) % 3 % 2].submit(arrivals.pop(0)[1], now)
+        else:
+            replica.wake(now)
+        for each in machine:
+            each.notice_machine(now)
+    fitted, _ = calibrate(SIZES, snapshots, [Reply(ask=asks[0], sent_at=0.0, first_token_at=1.0)])
+    assert fitted.contention == pytest.approx(0.6, abs=0.1)
+    for work in ((1, 0, 200), (8, 0, 1600), (24, 16 * 100, 1600)):
+        assert fitted.step_s(*work) == pytest.approx(hardware.step_s(*work), rel=0.15), work
+
+
 def test_reports_without_work_fit_nothing() -> None:
     with pytest.raises(ValueError, match="no work"):
         calibrate(SIZES, [Snapshot(0.0, 0, {"r": ReplicaLoad()})] * 2, [])

@@ -272,3 +272,27 @@ def test_the_policy_beats_one_replica_and_a_warped_trace_keeps_its_length() -> N
         return sum(record.meets(5.0, 0.1) for record in outcome.records) / len(requests)
 
     assert goodput(Ours(config)) > goodput(Fixed(1)) + 0.2
+
+
+def test_replicas_of_one_machine_slow_each_other_down_while_both_work() -> None:
+    """A stretch of decode steps is planned anew when the other begins, and when it ends."""
+    log: dict[str, list[float]] = {}
+    hardware = dataclasses.replace(HBM_ONLY, contention=1.0)
+    machine: list[SimReplica] = []
+    machine += [SimReplica(name, hardware, machine) for name in "ab"]
+    pending = [(0.0, "a", 300), (1.0, "b", 20)]
+    while pending or any(replica.wakes_at < math.inf for replica in machine):
+        replica = min(machine, key=lambda each: each.wakes_at)
+        now = replica.wakes_at
+        if pending and pending[0][0] <= now:
+            now, name, output = pending.pop(0)
+            machine["ab".index(name)].submit(sequence(name, 100, output, log), now)
+        else:
+            replica.wake(now)
+        for each in machine:
+            each.notice_machine(now)
+    step = hardware.step_s(1, 0, 100)
+    alone = hardware.step_s(100, 5000, 0) + 299 * step
+    beside = log["b"][1] - 1.0
+    assert beside == pytest.approx(2 * (hardware.step_s(100, 5000, 0) + 19 * step), rel=0.02)
+    assert log["a"][1] == pytest.approx(alone + beside / 2, rel=0.02)
