@@ -1,6 +1,6 @@
 """Streaming client for an OpenAI-compatible /v1/completions, and the loops that drive it.
 
-Bodies are serialised before a run and events are parsed once, so that the client takes little of
+Requests are serialised before a run and events parsed after it, so that the client takes little of
 the machine that it shares with the server. Its clock is `time.perf_counter`; records are relative
 to the start of the run.
 """
@@ -8,18 +8,20 @@ to the start of the run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import ipaddress
 import time
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
 import aiohttp
+import httptools
 import orjson
 
+from bench.http_stream import ConnectionLost, HttpStream, Piece
 from bench.measurement import RequestRecord
 from bench.workloads import RequestSpec
 
@@ -61,18 +63,19 @@ class LoadClient:
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self._url = f"{base_url}/v1/completions"
         self._base_url = base_url
         self.model = model
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30)
+        self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None
+        self._idle: list[HttpStream] = []
 
     async def __aenter__(self) -> Self:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=self._timeout, headers=self._headers
+            timeout=aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=30),
+            headers=self._headers,
         )
         if self.model is None:
             listed = (await self.get_json("/v1/models") or {}).get("data") or ()
@@ -87,6 +90,8 @@ class LoadClient:
     ) -> None:
         assert self._session is not None
         await self._session.close()
+        for stream in self._idle:
+            stream.close()
 
     async def get_json(self, path: str) -> Any:
         """Body of GET `path`, or None where the server has no such JSON route."""
@@ -107,8 +112,8 @@ class LoadClient:
             return ""
 
     def encode(self, spec: RequestSpec) -> bytes:
-        """Body of one request: greedy, streamed, exactly `max_tokens` long."""
-        return orjson.dumps(
+        """One request as it goes over the wire: greedy, streamed, exactly `max_tokens` long."""
+        body = orjson.dumps(
             {
                 "model": self.model,
                 "prompt": spec.prompt_token_ids if spec.text is None else spec.text,
@@ -119,39 +124,46 @@ class LoadClient:
                 "stream_options": {"include_usage": True},
             }
         )
+        parts = urlsplit(self._base_url)
+        fields = {"Host": parts.netloc, **self._headers, "Content-Length": str(len(body))}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        path = f"{parts.path}/v1/completions"
+        return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
     async def run_open(
         self, specs: Sequence[RequestSpec], *, limit_s: float
     ) -> list[RequestRecord]:
         """Send each request at its arrival time, whatever the server does (open loop)."""
-        bodies = [self.encode(spec) for spec in specs]
+        requests = [self.encode(spec) for spec in specs]
         records = _blank(specs)
+        bodies: list[list[Piece] | None] = [None for _ in specs]
         start = time.perf_counter()
 
         async def arrive(index: int) -> None:
             await asyncio.sleep(start + specs[index].arrival_s - time.perf_counter())
-            await self.send(bodies[index], records[index], start=start)
+            bodies[index] = await self._ask(requests[index], records[index], start=start)
 
         with _quiet_collector():
-            await _within(limit_s, records, [arrive(i) for i in range(len(specs))])
-        return records
+            await _within(limit_s, [arrive(i) for i in range(len(specs))])
+        return _read_all(bodies, records, start, limit_s)
 
     async def run_closed(
         self, specs: Sequence[RequestSpec], *, concurrency: int, limit_s: float
     ) -> list[RequestRecord]:
         """Keep `concurrency` requests in flight until all are done (closed loop)."""
-        bodies = [self.encode(spec) for spec in specs]
+        requests = [self.encode(spec) for spec in specs]
         records = _blank(specs)
+        bodies: list[list[Piece] | None] = [None for _ in specs]
         start = time.perf_counter()
         order = iter(range(len(specs)))
 
         async def work() -> None:
             for index in order:
-                await self.send(bodies[index], records[index], start=start)
+                bodies[index] = await self._ask(requests[index], records[index], start=start)
 
         with _quiet_collector():
-            await _within(limit_s, records, [work() for _ in range(concurrency)])
-        return records
+            await _within(limit_s, [work() for _ in range(concurrency)])
+        return _read_all(bodies, records, start, limit_s)
 
     async def run_beside(
         self,
@@ -169,11 +181,6 @@ class LoadClient:
         start = time.perf_counter()
         settled = [asyncio.Event() for _ in streams]
 
-        def notify(record: RequestRecord) -> None:
-            has_ended = record.error is not None or record.end_s is not None
-            if has_ended or len(record.event_times_s) >= settle_events:
-                settled[record.index].set()
-
         async def intrude() -> None:
             for event in settled:
                 await event.wait()
@@ -181,51 +188,120 @@ class LoadClient:
 
         with _quiet_collector():
             sends = [
-                self.send(body, record, start=start, notify=notify)
-                for body, record in zip(bodies, records, strict=True)
+                self._send_until_settled(body, record, start, settle_events, event)
+                for body, record, event in zip(bodies, records, settled, strict=True)
             ]
-            await _within(limit_s, [*records, late], [*sends, intrude()])
+            await _within(limit_s, [*sends, intrude()])
+        for record in (*records, late):
+            if record.end_s is None and record.error is None:
+                record.error = _unfinished(limit_s)
         return records, late
 
-    async def send(
+    async def send(self, request: bytes, record: RequestRecord, *, start: float) -> None:
+        """Send one request and fill `record` when it has ended. Failures go into the record.
+
+        Args:
+            request: of `encode`.
+            record: blank.
+            start: `time.perf_counter` at the start of the run.
+        """
+        _read(await self._ask(request, record, start=start), record, start)
+
+    async def _send_until_settled(
         self,
-        body: bytes,
+        request: bytes,
+        record: RequestRecord,
+        start: float,
+        num_events: int,
+        settled: asyncio.Event,
+    ) -> None:
+        """Send one request; `settled` is set once it has had so many events, or has ended."""
+        num_seen = 0
+
+        def count(piece: Piece) -> None:
+            nonlocal num_seen
+            num_seen += piece[1].count(b"data:")
+            if num_seen >= num_events:
+                settled.set()
+
+        try:
+            body = await self._ask(request, record, start=start, on_piece=count)
+            _read(body, record, start)
+        finally:
+            settled.set()
+
+    async def _ask(
+        self,
+        request: bytes,
         record: RequestRecord,
         *,
         start: float,
-        notify: Callable[[RequestRecord], None] | None = None,
-    ) -> None:
-        """Send one request and fill `record` as events come in. Failures go into the record.
+        on_piece: Callable[[Piece], None] | None = None,
+    ) -> list[Piece]:
+        """Send a request and wait for its end; returns what came, unread.
 
-        Args:
-            body: of `encode`.
-            record: blank.
-            start: `time.perf_counter` at the start of the run.
-            notify: called after each event, and when the request has failed.
+        Notes in the record when it was sent, and why it failed if it did.
         """
-        assert self._session is not None
         record.sent_s = time.perf_counter() - start
+        stream: HttpStream | None = None
         try:
-            async with self._session.post(self._url, data=body) as response:
-                if response.status != 200:
-                    text = (await response.text())[:200]
-                    record.error = f"{response.status}: {text}"
-                    return
-                rest = b""
-                # To the end of the body, past [DONE]: the connection can then be used again.
-                async for chunk in response.content.iter_any():
-                    at_s = time.perf_counter() - start
-                    *lines, rest = (rest + chunk).split(b"\n")
-                    _apply_lines(lines, at_s, record)
-                    if notify is not None:
-                        notify(record)
-            if record.end_s is None and record.error is None:
-                record.error = "stream ended without [DONE]"
-        except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    is_new = stream is not None or not self._idle
+                    stream = (
+                        await HttpStream.connect(self._base_url) if is_new else self._idle.pop()
+                    )
+                    try:
+                        await stream.request(request, on_piece)
+                        break
+                    except ConnectionLost as error:
+                        if is_new or not error.is_unused:
+                            raise
+            if stream.status != 200:
+                text = b"".join(body for _, body in stream.pieces).decode(errors="replace")
+                record.error = f"{stream.status}: {text[:200]}"
+                return []
+            return stream.pieces
+        except (OSError, ConnectionLost, httptools.HttpParserError, TimeoutError) as error:
             record.error = f"{type(error).__name__}: {error}"[:200]
+            return []
         finally:
-            if notify is not None:
-                notify(record)
+            if stream is not None and stream.is_open:
+                self._idle.append(stream)
+
+
+def _read_all(
+    bodies: Sequence[list[Piece] | None],
+    records: list[RequestRecord],
+    start: float,
+    limit_s: float,
+) -> list[RequestRecord]:
+    """Read what the requests of a run gave; None: one had not ended at the run's limit."""
+    for body, record in zip(bodies, records, strict=True):
+        if body is None:
+            record.error = record.error or _unfinished(limit_s)
+        else:
+            _read(body, record, start)
+    return records
+
+
+def _unfinished(limit_s: float) -> str:
+    return f"not finished within the run's limit of {limit_s:g} s"
+
+
+def _read(body: list[Piece], record: RequestRecord, start: float) -> None:
+    """Note what a whole body says, and when it said so."""
+    if record.error is not None:
+        return
+    rest = b""
+    try:
+        for arrived_s, piece in body:
+            *lines, rest = (rest + piece).split(b"\n")
+            _apply_lines(lines, arrived_s - start, record)
+    except orjson.JSONDecodeError as error:
+        record.error = f"{type(error).__name__}: {error}"[:200]
+    if record.end_s is None and record.error is None:
+        record.error = "stream ended without [DONE]"
 
 
 def _apply_lines(lines: Sequence[bytes], at_s: float, record: RequestRecord) -> None:
@@ -257,18 +333,14 @@ def _apply(event: dict[str, Any], at_s: float, record: RequestRecord) -> None:
                 record.num_output_tokens += 1
 
 
-async def _within(limit_s: float, records: Sequence[RequestRecord], work: list[Any]) -> None:
-    """Run `work` together for at most `limit_s`; what is unfinished then becomes an error."""
-    try:
+async def _within(limit_s: float, work: list[Any]) -> None:
+    """Run `work` together for at most `limit_s`."""
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await asyncio.gather(*work)
-    except TimeoutError:
-        for record in records:
-            if record.end_s is None and record.error is None:
-                record.error = f"not finished within the run's limit of {limit_s:g} s"
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet_collector() -> Generator[None]:
     """No garbage collection inside: a pause would be measured as the server's."""
     gc.collect()

@@ -327,3 +327,87 @@ def test_a_stamp_names_versions_but_neither_host_nor_path() -> None:
     text = json.dumps(stamp)
     assert os.uname().nodename not in text
     assert str(report.ROOT) not in text
+
+
+class RawServer:
+    """Answers each request with given bytes, or closes the connection instead.
+
+    Attributes:
+        url: base URL.
+        num_connections: opened so far.
+    """
+
+    def __init__(self, *answers: bytes) -> None:
+        self.url = ""
+        self.num_connections = 0
+        self._answers = list(answers)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        while self._answers and await reader.readline():
+            length = 0
+            while (line := await reader.readline()) not in (b"\r\n", b""):
+                if line.lower().startswith(b"content-length:"):
+                    length = int(line.split(b":")[1])
+            await reader.readexactly(length)
+            answer = self._answers.pop(0)
+            writer.write(answer)
+            if not answer or b"Connection: close" in answer:
+                break
+        writer.close()
+
+
+@asynccontextmanager
+async def raw_server(*answers: bytes) -> AsyncGenerator[RawServer]:
+    server = RawServer(*answers)
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    server.url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    async with listener:
+        yield server
+
+
+def chunked(body: bytes) -> bytes:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    return head + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+
+
+TOKENS = b'data: {"choices": [{"text": "x", "finish_reason": null}]}\n\n' * 3
+WHOLE = TOKENS + b"data: [DONE]\n\n"
+
+
+async def ask_raw(*answers: bytes, count: int = 1) -> tuple[list[Any], RawServer]:
+    async with raw_server(*answers) as server, LoadClient(server.url, "toy") as client:
+        specs = fixed(count, Shape(prompt_tokens=4, max_tokens=3))
+        return await client.run_closed(specs, concurrency=1, limit_s=10), server
+
+
+async def test_a_connection_is_used_again_and_one_closed_meanwhile_is_replaced() -> None:
+    records, server = await ask_raw(chunked(WHOLE), chunked(WHOLE), b"", chunked(WHOLE), count=3)
+    assert [record.num_output_tokens for record in records] == [3, 3, 3]
+    assert all(record.is_ok for record in records)
+    assert server.num_connections == 2
+
+
+async def test_a_body_may_end_with_the_connection() -> None:
+    head = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+    (record,), _ = await ask_raw(head + WHOLE)
+    assert record.is_ok
+    assert record.num_output_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"", "the connection was closed"),
+        (chunked(WHOLE)[:-40] + b"Connection: close", "closed"),
+        (chunked(TOKENS), "stream ended without"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 900\r\nConnection: close\r\n\r\n" + WHOLE, "closed"),
+        (b"no HTTP at all, Connection: close\r\n\r\n", "Error"),
+        (chunked(b"data: {torn\n\n"), "JSONDecodeError"),
+        (b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy", "503: busy"),
+    ],
+)
+async def test_what_is_no_whole_stream_is_a_failed_record(answer: bytes, error: str) -> None:
+    (record,), _ = await ask_raw(answer)
+    assert error in record.error
+    assert not record.is_ok
