@@ -60,6 +60,7 @@ class HttpStream(asyncio.Protocol):
         """
         parts = urlsplit(url)
         context = ssl.create_default_context() if parts.scheme == "https" else None
+        assert parts.hostname is not None, url
         port = parts.port or (443 if context else 80)
         loop = asyncio.get_running_loop()
         _, protocol = await loop.create_connection(cls, parts.hostname, port, ssl=context)
