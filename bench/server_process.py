@@ -12,6 +12,7 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -21,7 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from app.launch_config import find_free
 from bench import processes
+from bench.report import ROOT
 
 _POLL_S = 0.1
 _PROBE_TIMEOUT_S = 5.0
@@ -104,6 +107,30 @@ def running(server: ServerCommand, *, log: Path, directory: Path) -> Iterator[No
         yield
     finally:
         _stop(process, server)
+
+
+@contextmanager
+def serving(config: str, *, log: Path) -> Iterator[str]:
+    """Serve a configuration of ours on a free port of this machine, as `make serve` does.
+
+    Args:
+        config: path, relative to the checkout.
+        log: takes its output.
+
+    Returns:
+        A context manager that yields the root of its API.
+
+    Raises:
+        ServerFailed: see `running`.
+    """
+    port = find_free()
+    url = f"http://127.0.0.1:{port}"
+    command = (sys.executable, "-m", "app.launch", "--config", config, "--port", str(port))
+    server = ServerCommand(
+        name="service", command=shlex.join(command), url=url, ready_url=f"{url}/ready"
+    )
+    with running(server, log=log, directory=ROOT):
+        yield url
 
 
 def _wait_until_ready(server: ServerCommand, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import shlex
 import sys
 import tempfile
 import time
@@ -29,13 +28,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from app.launch_config import find_free
 from bench import processes, report, top
 from bench.arguments import integer_range
 from bench.client import LoadClient, check_address
 from bench.measurement import RequestRecord, percentile
 from bench.own_time import CLOCK, now
-from bench.server_process import ServerCommand, running
+from bench.server_process import serving
 from bench.workloads import RequestSpec, Vocabulary
 
 LOAD_SHARE = 0.7
@@ -371,16 +369,11 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
     if options.url:
         yield check_address(options.url, allow_remote=False)
         return
-    port = find_free()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "app.launch", "--config", options.config, "--port", str(port)]
-    server = ServerCommand(
-        name="service", command=shlex.join(command), url=url, ready_url=f"{url}/ready"
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory) / "server.log"
-        with running(server, log=log, directory=report.ROOT):
-            yield url
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        serving(options.config, log=Path(directory) / "server.log") as url,
+    ):
+        yield url
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -32,9 +32,9 @@ import yaml
 from app.launch_config import find_free
 from bench import processes
 from bench.client import LoadClient
-from bench.server_process import ServerCommand, running
+from bench.server_process import ServerCommand, running, serving
 from bench.workloads import RequestSpec, Vocabulary
-from tests.node_metrics import ROOT, RULES, node_addresses, panel_queries
+from tests.node_metrics import RULES, node_addresses, panel_queries
 
 UNSEEN = ("device_memory",)
 """A CPU does not count its memory: these may show nothing."""
@@ -128,15 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"there is no program {options.prometheus!r}: install Debian's package prometheus, or "
             "name one: --prometheus PATH (make panels PROMETHEUS=PATH)"
         )
-    port = find_free()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "app.launch", "--config", options.config, "--port", str(port)]
-    service = ServerCommand(
-        name="service", command=shlex.join(command), url=url, ready_url=f"{url}/ready"
-    )
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        with running(service, log=directory / "service.log", directory=ROOT):
+        with serving(options.config, log=directory / "service.log") as url:
+            port = urllib.parse.urlsplit(url).port
+            assert port is not None
             nodes = node_addresses(process.pid for process in processes.find_server(port))
             if not nodes:
                 raise SystemExit("no agent of the service's cluster exports metrics")

@@ -91,8 +91,12 @@ def test_a_make_that_took_an_interrupt_no_longer_waits(tmp_path: Path) -> None:
     make = shutil.which("make")
     assert make is not None
     (tmp_path / "Makefile").write_text("all:\n\t@touch started; exec sleep 30\n")
+    # Shells start what runs in the background with SIGINT ignored, and that is inherited; a signal
+    # with a handler is not.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
     # A session of its own: the test's end kills all of it.
     process = subprocess.Popen([make, "--silent"], cwd=tmp_path, start_new_session=True)
+    signal.signal(signal.SIGINT, inherited)
     is_seen = sys.platform == "linux"  # elsewhere only the end of make is noticed
     try:
         wait_for((tmp_path / "started").exists)
