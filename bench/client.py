@@ -174,22 +174,22 @@ class LoadClient:
         limit_s: float,
     ) -> tuple[list[RequestRecord], RequestRecord]:
         """Start `streams`, and send `intruder` once each has had `settle_events` events."""
-        bodies = [self.encode(spec) for spec in streams]
+        requests = [self.encode(spec) for spec in streams]
         records = _blank(streams)
         late = _blank([intruder])[0]
-        late_body = self.encode(intruder)
+        late_request = self.encode(intruder)
         start = time.perf_counter()
         settled = [asyncio.Event() for _ in streams]
 
         async def intrude() -> None:
             for event in settled:
                 await event.wait()
-            await self.send(late_body, late, start=start)
+            await self.send(late_request, late, start=start)
 
         with _quiet_collector():
             sends = [
-                self._send_until_settled(body, record, start, settle_events, event)
-                for body, record, event in zip(bodies, records, settled, strict=True)
+                self._send_until_settled(request, record, start, settle_events, event)
+                for request, record, event in zip(requests, records, settled, strict=True)
             ]
             await _within(limit_s, [*sends, intrude()])
         for record in (*records, late):
