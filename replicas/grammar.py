@@ -2,15 +2,18 @@
 
 The only module that imports llguidance; knows neither requests nor devices. A grammar is a text: a
 Lark grammar in llguidance's dialect, or what `grammar_of_*` return. A vocabulary is what a model's
-tokens stand for, a matcher the state of one output. Invariant: after each token a matcher either
-allows some token, or `is_complete`, or has an `error`.
+tokens stand for, a matcher the state of one output. Outputs of one grammar share its lexer, which
+works each of its states out once. Invariants: after each token a matcher either allows some token,
+or `is_complete`, or has an `error`; and what it allows depends on no other output.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +26,10 @@ SLOW_MASK_S = 0.005
 """What a token may cost a grammar on average, seconds of one thread. Ordinary ones take a tenth."""
 _ALLOWANCE_S = 0.5
 """What it may cost beyond that, in all: lexers are built as the text goes."""
+
+_MAX_COMPILED = 32
+_MAX_SHARED_MASKS = 1 << 14
+"""After so many a grammar is compiled anew: a lexer only grows, up to a limit."""
 
 _LIMITS: Final = llguidance.LLParserLimits(verbose_errors=False)
 
@@ -58,6 +65,8 @@ class Vocabulary:
             )
         except Exception as error:  # the library raises what its parts raise
             raise NoVocabulary(f"structured output cannot use the tokenizer: {error}") from error
+        self._compiled: OrderedDict[str, _CompiledGrammar] = OrderedDict()
+        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, directory: Path, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Vocabulary:
@@ -88,39 +97,80 @@ class Vocabulary:
         return names
 
     def matcher(self, grammar: str) -> Matcher:
-        """Compile a grammar: 1 ms for most, seconds for the worst; the interpreter is let go.
+        """Start an output. A grammar that was not seen lately is compiled.
+
+        That takes 1-10 ms for most and seconds for the worst; the interpreter is let go.
 
         Raises:
             BadGrammar: it is malformed, or too large.
         """
-        compiled = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-        if compiled.is_error():
-            raise BadGrammar(_first_lines(compiled.get_error()))
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None and compiled.num_masks < _MAX_SHARED_MASKS:
+                self._compiled.move_to_end(grammar)
+                return Matcher(compiled)
+        compiled = _CompiledGrammar(self._tokenizer, grammar)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
         return Matcher(compiled)
+
+
+class _CompiledGrammar:
+    """A grammar before its first token, with the lexer that its outputs share.
+
+    Attributes:
+        num_masks: how many its outputs have had, about.
+    """
+
+    def __init__(self, tokenizer: llguidance.LLTokenizer, grammar: str) -> None:
+        self.num_masks = 0
+        self._tokenizer = tokenizer
+        self._grammar = grammar
+        self._start = self.compile()
+
+    def start(self) -> llguidance.LLMatcher:
+        """An output's parser, over the shared lexer, which it locks while it uses it."""
+        return self._start.deep_copy()
+
+    def compile(self) -> llguidance.LLMatcher:
+        """An output's parser over a lexer of its own.
+
+        Raises:
+            BadGrammar: see `Vocabulary.matcher`.
+        """
+        parser = llguidance.LLMatcher(self._tokenizer, self._grammar, log_level=0, limits=_LIMITS)
+        if parser.is_error():
+            raise BadGrammar(_first_lines(parser.get_error()))
+        return parser
 
 
 class Matcher:
     """Where in its grammar one output is; used by one thread at a time."""
 
-    def __init__(self, matcher: llguidance.LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, grammar: _CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._parser = grammar.start()
+        self._is_sharing = True
+        self._consumed: list[int] = []
         self._error = ""
         self._spent_s = -_ALLOWANCE_S
 
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow."""
-        return self._matcher.is_stopped()
+        return self._parser.is_stopped()
 
     @property
     def is_accepting(self) -> bool:
         """Whether the output may end here."""
-        return self._matcher.is_accepting()
+        return self._parser.is_accepting()
 
     @property
     def error(self) -> str:
         """Why the output cannot go on, or nothing."""
-        return self._error or _first_lines(self._matcher.get_error())
+        return self._error or _first_lines(self._parser.get_error())
 
     def fill_mask(self, words: npt.NDArray[np.int32]) -> None:
         """Set a bit for each token that may come next, 32 to a word, the lowest first.
@@ -128,7 +178,14 @@ class Matcher:
         Sets `error` where that takes too much time or memory: the bits are then meaningless.
         """
         begin_s = time.thread_time()  # a crowded machine is not the grammar's fault
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.size * words.itemsize)
+        self._grammar.num_masks += 1
+        self._parser.unsafe_compute_mask_ptr(words.ctypes.data, words.size * words.itemsize)
+        if self._is_sharing and self._parser.is_error():
+            # Other outputs may have brought the lexer to its limit.
+            self._is_sharing = False
+            self._parser = self._grammar.compile()
+            if self._parser.consume_tokens(self._consumed):
+                self._parser.unsafe_compute_mask_ptr(words.ctypes.data, words.size * words.itemsize)
         self._spent_s = max(
             -_ALLOWANCE_S, self._spent_s + time.thread_time() - begin_s - SLOW_MASK_S
         )
@@ -137,7 +194,10 @@ class Matcher:
 
     def consume(self, token_id: int) -> bool:
         """Take the output's next token; False: it is not allowed, or there was an error before."""
-        return not self._error and self._matcher.consume_token(token_id)
+        if self._error or not self._parser.consume_token(token_id):
+            return False
+        self._consumed.append(token_id)
+        return True
 
     def replay(self, token_ids: Iterable[int]) -> bool:
         """Take tokens of an output that began elsewhere."""
