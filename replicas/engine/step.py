@@ -148,7 +148,8 @@ class SlotTable:
         self.top_k = np.zeros(num_slots, np.int32)
         self.top_p = np.ones(num_slots, np.float32)
         self.seeds = np.zeros((num_slots, 2), np.uint32)
-        self._owners: list[tuple[Sequence, int] | None] = [None] * num_slots
+        self._owners: list[Sequence | None] = [None] * num_slots
+        self._admissions = [0] * num_slots
         self._num_written = [0] * num_slots
         self._new_rows: list[npt.NDArray[np.int32]] = []
 
@@ -163,9 +164,9 @@ class SlotTable:
         Within one admission a page list only grows, so its tail suffices; a new owner, or the same
         sequence after a preemption, is written whole.
         """
-        owner = (sequence, sequence.num_admissions)
-        if self._owners[slot] != owner:
-            self._owners[slot] = owner
+        admission = sequence.num_admissions
+        if self._owners[slot] is not sequence or self._admissions[slot] != admission:
+            self._owners[slot], self._admissions[slot] = sequence, admission
             self._num_written[slot] = 0
             self._write_sampling(slot, sequence)
         first, last = self._num_written[slot], len(sequence.page_ids)

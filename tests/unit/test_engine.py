@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.engine.scheduler import ScheduledSequence
 from replicas.errors import ContextLengthExceeded, InvalidRequest
 from replicas.page_keys import hash_prompt, hash_root
-from replicas.wire import FinishReason
+from replicas.wire import FinishReason, TokenDelta
 from tests.fake_runner import (
     Deltas,
     make_engine,
@@ -73,6 +74,26 @@ def test_next_step_is_launched_before_the_previous_is_fetched():
     assert engine.step().deltas == ()
     engine.step()
     assert len(runner.plans) == 2, "step 2 was launched although step 1 had not been fetched before"
+
+
+def test_rows_and_deltas_have_all_their_fields():
+    """Those of most steps are made without their constructors."""
+    engine, runner = make_engine()
+    engine.add(make_request("a", prompt(5), max_tokens=9))
+    deltas = run(engine)["a"]
+    assert {len(delta) for delta in deltas} == {len(TokenDelta._fields)}
+    rows = [row for plan in runner.plans for row in plan.scheduled]
+    assert {len(row) for row in rows} == {len(ScheduledSequence._fields)}
+
+
+def test_a_plan_names_those_that_got_a_slot_for_it():
+    engine, runner = make_engine(max_num_seqs=2)
+    for name in "abc":
+        engine.add(make_request(name, prompt(5), max_tokens=3))
+    run(engine)
+    admitted = [[s.request.request_id for s in plan.admitted] for plan in runner.plans]
+    assert [names for names in admitted if names] == [["a", "b"], ["c"]]
+    assert sum(map(len, admitted)) == 3
 
 
 def test_long_prompt_is_computed_in_chunks():

@@ -52,7 +52,8 @@ def test_what_is_allowed_depends_on_no_other_output(rng: random.Random, grammar:
         mask = mask_of(shared[index])
         np.testing.assert_array_equal(mask, mask_of(alone[index]))
         token_id = rng.choice(allowed_tokens(mask))
-        assert shared[index].consume(token_id) and alone[index].consume(token_id)
+        assert shared[index].consume(token_id)
+        assert alone[index].consume(token_id)
         assert shared[index].is_accepting == alone[index].is_accepting
 
 
