@@ -21,9 +21,11 @@ from replicas.wire import CacheChange, ModelInfo, ReplicaLoad, ReplicaReport, Si
 
 LEASE_S = 3.0
 MIN_INTERVAL_S = 0.02
+PROGRESS_INTERVAL_S = 0.1
+"""For what a router expects to happen: prompts are computed, pages taken."""
 MAX_INTERVAL_S = 1.0
 PAGE_NEWS_DIVISOR = 64
-"""A change of more than one page in so many is sent at once; less waits for the next event."""
+"""A change of more than one page in so many is sent soon; less waits for the next event."""
 MAX_BUFFERED_BYTES = 8 << 20
 """Room for a report of every cached page, and the events after it."""
 NO_CHANGE = CacheChange()
@@ -40,7 +42,10 @@ class _Subscriber:
 
 
 class LoadEvents:
-    """Pushes one replica's load to its subscribers: at most every 20 ms, at least every second."""
+    """Pushes one replica's load to its subscribers: at most every 20 ms, at least every second.
+
+    What goes on as expected is told every 0.1 s: each event costs a router 0.4 ms.
+    """
 
     def __init__(
         self,
@@ -89,16 +94,18 @@ class LoadEvents:
             self._arm(MAX_INTERVAL_S)
 
     def on_step(self, load: ReplicaLoad, cache: CacheChange = NO_CHANGE) -> None:
-        """Note that the load may have changed; send it now, or as soon as the last is 20 ms old.
+        """Note that the load may have changed; send it now, or as soon as the last is old enough.
 
         A page that was stored or dropped goes with the next event, but is no news by itself.
         """
         self._note(cache)
-        has_news = len(self._changed) > MAX_PENDING_KEYS or _is_news(self._sent_load, load)
-        if self._timer is None or not has_news:
+        interval_s = _least_interval_s(self._sent_load, load)
+        if len(self._changed) > MAX_PENDING_KEYS:
+            interval_s = MIN_INTERVAL_S
+        if self._timer is None or interval_s is None:
             return
         loop = asyncio.get_running_loop()
-        due_at = self._sent_at + MIN_INTERVAL_S
+        due_at = self._sent_at + interval_s
         if loop.time() >= due_at:
             self._flush()
         elif self._due_at > due_at:
@@ -185,15 +192,20 @@ class LoadEvents:
             del self._subscribers[sink_id]
 
 
-def _is_news(sent: ReplicaLoad, load: ReplicaLoad) -> bool:
-    """Whether a router would decide otherwise.
+def _least_interval_s(sent: ReplicaLoad, load: ReplicaLoad) -> float | None:
+    """How long the last event suffices; None: as long as nothing else happens.
 
-    Decoding takes a page in most steps; a router that knows the requests counts on that, so only a
-    change that it could not foresee is worth an event of its own.
+    Decoding takes a page in most steps; a router that knows the requests counts on that.
     """
-    return (
+    if (
         sent.num_running != load.num_running
         or sent.num_waiting != load.num_waiting
-        or abs(sent.num_free_pages - load.num_free_pages) > load.num_pages // PAGE_NEWS_DIVISOR
+        or sent.num_pending_prefill_tokens < load.num_pending_prefill_tokens
+    ):
+        return MIN_INTERVAL_S
+    if (
+        abs(sent.num_free_pages - load.num_free_pages) > load.num_pages // PAGE_NEWS_DIVISOR
         or sent.num_pending_prefill_tokens != load.num_pending_prefill_tokens
-    )
+    ):
+        return PROGRESS_INTERVAL_S
+    return None

@@ -13,7 +13,7 @@ from app.router.event_sink import EventSink, LoadEvent
 from app.router.events import LoadChanged, ReplicaReported, ReplicaSuspected
 from app.token_sink import TokenSink
 from replicas.frames import FrameKind, pack_frame
-from replicas.load_events import LoadEvents
+from replicas.load_events import PROGRESS_INTERVAL_S, LoadEvents
 from replicas.wire import CacheChange, ModelInfo, ReplicaLoad
 from tests.fakes import TcpProxy
 
@@ -99,13 +99,35 @@ async def test_a_page_for_the_next_token_is_no_news_but_a_share_of_them_is(
     await until(lambda: len(subscription.heard) == 2)
     await asyncio.sleep(0.05)
     set_free_pages(630)
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.12)
     assert len(subscription.heard) == 2
     set_free_pages(629)
     await until(lambda: len(subscription.heard) == 3)
     latest = subscription.heard[-1]
     assert isinstance(latest, LoadChanged)
     assert latest.load.num_free_pages == 629
+
+
+async def test_a_prompt_that_is_computed_is_told_less_often_than_one_that_arrives(
+    subscription: Subscription,
+) -> None:
+    def set_pending(num_tokens: int) -> None:
+        subscription.load = ReplicaLoad(num_slots=4, num_pending_prefill_tokens=num_tokens)
+        subscription.events.on_step(subscription.load)
+
+    set_pending(100)
+    await until(lambda: len(subscription.heard) == 2)
+    begin_s = time.monotonic()
+    for number in range(1, 31):
+        set_pending(100 - number)
+        await asyncio.sleep(0.01)
+    duration_s = time.monotonic() - begin_s
+    num_told = len(subscription.heard) - 2
+    assert 1 <= num_told <= duration_s / PROGRESS_INTERVAL_S
+    set_pending(200)
+    told_at = time.monotonic()
+    await until(lambda: subscription.heard[-1].load == subscription.load)  # type: ignore[union-attr]
+    assert time.monotonic() - told_at < PROGRESS_INTERVAL_S
 
 
 async def test_page_changes_go_with_events_and_a_report_names_every_page(
