@@ -9,6 +9,7 @@ one replica, until one `Fail` or one `RequestEnded`; a replica never gets more t
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import numpy as np
@@ -154,6 +155,8 @@ class RouterCore:
 
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
+        if not len(self._queue):  # all three are about what waits
+            return math.inf
         return min(self._queue.next_due(), self._window.next_due, self._held.next_due)
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -161,15 +164,15 @@ class RouterCore:
         actions: list[Action] = []
         if self._hopes_until is None:
             self._hopes_until = now + self._config.discovery_s
-        match event:
+        match event:  # the frequent ones first
+            case LoadChanged():
+                self._update(event, now, actions)
             case RequestArrived():
                 self._arrive(event, now, actions)
             case RequestEnded(request_id, num_output_tokens):
                 self._end(request_id, num_output_tokens, now)
             case ReplicaReported():
                 self._introduce(event, now)
-            case LoadChanged():
-                self._update(event, now, actions)
             case ReplicaSuspected(replica_id, has_failed):
                 if has_failed:
                     self._breakers.failed(replica_id, now)
@@ -376,8 +379,13 @@ class RouterCore:
 
     def _dispatch(self, now: float, actions: list[Action]) -> None:
         """Send queued requests, in order, while any replica has credit."""
+        num_queued = len(self._queue)
+        if not num_queued:
+            self._window.close()
+            self._held.clear()
+            return
         self._held.let_go(now)
-        if len(self._queue) and not self._window.holds(now, len(self._queue)):
+        if not self._window.holds(now, num_queued):
             self._window.let_go()
             ready = self._ready()
             for request in self._queue.drain():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 import time
@@ -77,8 +76,7 @@ def test_a_request_goes_out_at_once_while_there_is_credit() -> None:
 def test_a_request_is_sent_with_a_prediction_that_grows_with_its_prompt() -> None:
     core = make_core("a", max_backlog_s=60)
     for second in range(1, 40):
-        load = dataclasses.replace(
-            IDLE,
+        load = IDLE._replace(
             num_steps=10 * second,
             num_computed_tokens=1000 * second,
             num_prefill_tokens=1000 * second,
@@ -368,7 +366,7 @@ def test_a_request_waits_a_moment_for_a_replica_whose_pages_are_worth_more_than_
     None
 ):
     core = make_core("a", "b", load=BIG, max_backlog_s=0.1)
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=2500)
+    busy = BIG._replace(num_running=1, num_pending_prefill_tokens=2500)
     core.on(LoadChanged("a", 1, busy, CacheChange(stored=CHAIN)), 0.0)
     num_pages = len(CHAIN)
     assert core.on(prompt_of(num_pages, "r"), 0.0) == []
@@ -376,7 +374,7 @@ def test_a_request_waits_a_moment_for_a_replica_whose_pages_are_worth_more_than_
     assert sends(core.on(arrived("other"), 0.0)) == {"other": "b"}, "it holds up nobody else"
     assert sends(core.on(LoadChanged("a", 2, BIG), 0.1)) == {"r": "a"}
     core.on(RequestEnded("r"), 0.2)
-    far = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=100_000)
+    far = BIG._replace(num_running=1, num_pending_prefill_tokens=100_000)
     core.on(LoadChanged("a", 3, far), 0.3)
     assert sends(core.on(prompt_of(num_pages, "s"), 0.3)) == {"s": "b"}, "worth less"
 
@@ -400,7 +398,7 @@ def test_a_replica_that_died_and_another_in_its_place_share_no_pages() -> None:
 
 
 def test_what_cannot_meet_its_target_is_refused_with_the_time_to_come_back() -> None:
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=400_000)
+    busy = BIG._replace(num_running=1, num_pending_prefill_tokens=400_000)
     core = make_core("a", load=busy, max_backlog_s=60.0)
     (action,) = core.on(arrived("r", ttft_target_s=2.0), 0.0)
     assert isinstance(action, Fail)
@@ -410,7 +408,7 @@ def test_what_cannot_meet_its_target_is_refused_with_the_time_to_come_back() -> 
 
 
 def test_a_backlog_keeps_requests_in_the_router_until_it_is_worked_off() -> None:
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=400_000)
+    busy = BIG._replace(num_running=1, num_pending_prefill_tokens=400_000)
     core = make_core("a", load=busy)
     assert core.on(arrived("r"), 0.0) == []
     assert core.on(arrived("s", ttft_target_s=60.0), 0.0) == []
@@ -418,7 +416,7 @@ def test_a_backlog_keeps_requests_in_the_router_until_it_is_worked_off() -> None
 
 
 def test_queued_work_past_its_target_gets_a_deadline_error() -> None:
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=35_000)
+    busy = BIG._replace(num_running=1, num_pending_prefill_tokens=35_000)
     core = make_core("a", load=busy)
     core.on(arrived("r", ttft_target_s=3.0), 0.0)
     assert core.next_wakeup() == 3.0
@@ -426,17 +424,15 @@ def test_queued_work_past_its_target_gets_a_deadline_error() -> None:
 
 
 def test_a_replica_that_decodes_too_slowly_is_avoided() -> None:
-    crowded = dataclasses.replace(
-        BIG, num_running=40, num_decodes=40, num_decode_context_tokens=2_000_000
-    )
-    loaded = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=10_000)
+    crowded = BIG._replace(num_running=40, num_decodes=40, num_decode_context_tokens=2_000_000)
+    loaded = BIG._replace(num_running=1, num_pending_prefill_tokens=10_000)
     core = make_core("a", "b", load=crowded)
     core.on(LoadChanged("b", 1, loaded), 0.0)
     assert sends(core.on(arrived("r", tpot_target_s=0.03), 0.0)) == {"r": "b"}
 
 
 def test_tenants_that_wait_take_turns() -> None:
-    core = make_core("a", load=dataclasses.replace(BIG, num_slots=1), max_waiting_per_replica=0)
+    core = make_core("a", load=BIG._replace(num_slots=1), max_waiting_per_replica=0)
     core.on(arrived("running"), 0.0)
     for number in range(20):
         core.on(arrived(f"heavy{number}", tenant="h"), 0.0)

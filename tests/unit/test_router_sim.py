@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from pathlib import Path
 
@@ -42,7 +43,11 @@ def sequence(
     name: str, prompt: int, output: int, log: dict[str, list[float]], keys: tuple[bytes, ...] = ()
 ) -> SimSequence:
     times = log.setdefault(name, [])
-    return SimSequence(name, prompt, output, keys, times.append, times.append)
+
+    def note(_: SimSequence, at: float) -> None:
+        times.append(at)
+
+    return SimSequence(name, prompt, output, keys, note, note)
 
 
 def test_one_request_takes_its_steps_time() -> None:
@@ -144,6 +149,15 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
 
     assert times(1) == times(1)
     assert times(1) != times(2)
+
+
+def test_a_run_leaves_no_cycles_for_the_collector() -> None:
+    gc.collect()
+    run(Scenario(num_replicas=4, hardware=HBM_ONLY), requests())
+    assert gc.isenabled()
+    num_with_few = gc.collect()
+    run(Scenario(num_replicas=4, hardware=HBM_ONLY), requests(300))
+    assert gc.collect() < num_with_few + 100, "requests stay until the end of a run"
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
