@@ -18,8 +18,6 @@ from bench.router_sim.hardware import Hardware
 from bench.router_sim.page_cache import PageCache
 from replicas.wire import CacheChange, ReplicaLoad
 
-MIN_CHUNK_TOKENS = 8
-
 
 @dataclass(eq=False, slots=True)
 class SimSequence:
@@ -243,13 +241,10 @@ class SimReplica:
 
     def _take_chunk(self, sequence: SimSequence, budget: float) -> float:
         """Put as much of a prompt into the step as a budget allows; return what it costs of it."""
-        context = self.hardware.break_even_context
-        left = sequence.num_target - sequence.num_computed
-        first = 1 + sequence.num_computed / context
-        root = math.sqrt(first * first + 2 * budget / context)
-        count = min(left, max(int(2 * budget / (first + root)), MIN_CHUNK_TOKENS))
+        position = sequence.num_computed
+        count, cost = self.hardware.chunk(position, sequence.num_target - position, budget)
         self._chunks.append((sequence, count))
-        return count * first + count * count / (2 * context)
+        return cost
 
     def _admit(self, now: float) -> SimSequence | None:
         """Give the first that waits a slot and pages; None when it has to wait."""
