@@ -18,6 +18,7 @@ from replicas.wire import ReplicaLoad
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.intp]
 
 SLOWNESS_WEIGHT = 0.05
 MIN_FOREIGN_SHARE = 0.25

@@ -379,6 +379,49 @@ def test_a_request_waits_a_moment_for_a_replica_whose_pages_are_worth_more_than_
     assert sends(core.on(prompt_of(num_pages, "s"), 0.3)) == {"s": "b"}, "worth less"
 
 
+def test_a_request_waits_for_a_replica_that_holds_its_prefix_and_has_no_pages_left() -> None:
+    core = make_core("a", "b", load=BIG)
+    core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN)), 0.0)
+    long = prompt_of(len(CHAIN), "long")
+    assert sends(core.on(prompt_of(len(CHAIN), "stays"), 0.0)) == {"stays": "a"}
+    assert sends(core.on(arrived("short"), 0.0)) == {"short": "b"}
+    core.on(RequestEnded("short", 1), 0.1)  # so long does a request stay
+    full = BIG._replace(num_running=1, num_free_pages=len(CHAIN) - 1)
+    core.on(LoadChanged("a", 2, full), 0.2)
+    core.on(LoadChanged("b", 1, full._replace(num_free_pages=len(CHAIN) + 40)), 0.2)
+    assert core.on(long, 0.2) == []
+    assert core.next_wakeup() < 0.3, "it is looked at again"
+    assert sends(core.on(arrived("other", num_prompt_tokens=500), 0.2)) == {"other": "b"}
+    assert sends(core.on(LoadChanged("a", 3, BIG), 0.3)) == {"long": "a"}
+
+
+def test_a_request_does_not_wait_for_a_replica_for_longer_than_others_may_overtake_it() -> None:
+    core = make_core("a", "b", load=BIG)
+    core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN)), 0.0)
+    core.on(prompt_of(len(CHAIN), "stays"), 0.0)
+    core.on(arrived("short"), 0.0)
+    core.on(RequestEnded("short", 1), 0.1)
+    full = BIG._replace(num_running=1, num_free_pages=len(CHAIN) - 1)
+    core.on(LoadChanged("a", 2, full), 0.2)
+    core.on(LoadChanged("b", 1, full._replace(num_free_pages=len(CHAIN) + 40)), 0.2)
+    core.on(prompt_of(len(CHAIN), "long"), 0.2)
+    now = 0.2
+    while not (sent := sends(core.on(Ticked(is_second=False), now))):
+        assert core.next_wakeup() > now
+        now = core.next_wakeup()
+        assert now < 5, "a never has pages"
+    assert sent == {"long": "b"}
+    assert now > 0.5
+
+
+def test_a_long_prompt_goes_where_it_is_computed_first_for_all_the_streams_there() -> None:
+    core = make_core("a", "b", load=BIG)
+    streams = BIG._replace(num_running=20, num_decodes=20, num_decode_context_tokens=2000)
+    core.on(LoadChanged("a", 1, streams), 0.0)
+    core.on(LoadChanged("b", 1, BIG._replace(num_pending_prefill_tokens=10_000)), 0.0)
+    assert sends(core.on(arrived("r", num_prompt_tokens=60_000), 0.0)) == {"r": "a"}
+
+
 def test_a_gap_in_the_events_is_repaired_by_a_snapshot_of_the_cache() -> None:
     core = make_core("a", "b", load=BIG)
     core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN[:100])), 0.0)
