@@ -1,6 +1,6 @@
 """The event loop: clients, routers and replicas, with delays, losses and deaths between them.
 
-One heap of timed calls; every random draw comes from one seed, so a run can be repeated exactly.
+Timed calls in order; every random draw comes from one seed, so a run can be repeated exactly.
 Invariant: every request ends once, as served, refused or expired.
 """
 
@@ -12,6 +12,7 @@ import itertools
 import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -137,6 +138,10 @@ class Outcome:
     cpu_s: float = 0.0
 
 
+_Call = tuple[float, int, Callable[..., None], tuple[object, ...]]
+"""When, the number of the call, which makes equal times ordered, and what."""
+
+
 class _Replica:
     """A replica and its event stream."""
 
@@ -187,7 +192,8 @@ class Simulation:
         """
         self._scenario = scenario
         self._rng = random.Random(scenario.seed)
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._heap: list[_Call] = []
+        self._reports: deque[_Call] = deque()  # all as long on their way: in order without a heap
         self._numbers = itertools.count()
         self._outcome = Outcome([Record(request) for request in requests])
         fetch_s = scenario.hardware.fetch_s / scenario.hardware.page_size
@@ -238,9 +244,12 @@ class Simulation:
         self._outcome.targets.append((0.0, scenario.num_replicas))
         if self._scaler is not None:
             self._at(0.0, self._scale, self._scaler)
-        heap = self._heap
-        while heap:
-            self._now, _, call, arguments = heapq.heappop(heap)
+        heap, reports = self._heap, self._reports
+        while heap or reports:
+            if reports and (not heap or reports[0] < heap[0]):
+                self._now, _, call, arguments = reports.popleft()
+            else:
+                self._now, _, call, arguments = heapq.heappop(heap)
             call(*arguments)
         assert not self._open, f"{len(self._open)} requests never ended"
         for replica in self._replicas.values():
@@ -398,7 +407,7 @@ class Simulation:
             if scenario.event_loss and self._rng.random() < scenario.event_loss:
                 continue
             self._outcome.num_events += 1
-            self._at(self._now + scenario.event_delay_s, self._feed, core, event)
+            self._send_event(core, event)
 
     def _report(self, replica_id: str, core: RouterCore) -> None:
         replica = self._replicas.get(replica_id)
@@ -409,7 +418,11 @@ class Simulation:
         event = ReplicaReported(
             replica_id, replica.sequence, replica.engine.load(), stored, offloaded
         )
-        self._at(self._now + self._scenario.event_delay_s, self._feed, core, event)
+        self._send_event(core, event)
+
+    def _send_event(self, core: RouterCore, event: Event) -> None:
+        at = self._now + self._scenario.event_delay_s
+        self._reports.append((at, next(self._numbers), self._feed, (core, event)))
 
     def _start_replica(self, ordered_at: float) -> None:
         name = f"replica-{next(self._names)}"
