@@ -208,6 +208,7 @@ class Simulation:
         ]
         self._wakes: dict[RouterCore, float] = {}  # for when each was last planned
         self._replicas: dict[str, _Replica] = {}
+        self._is_contended = scenario.hardware.contention > 0
         self._machine: list[SimReplica] = []  # all of them, for their contention
         self._open: dict[str, tuple[Record, RouterCore]] = {}
         self._names = itertools.count()
@@ -372,17 +373,17 @@ class Simulation:
 
     def _plan_wake(self, replica: _Replica) -> None:
         self._plan_wake_alone(replica)
-        if self._scenario.hardware.contention:
+        if self._is_contended:
             for other in self._replicas.values():
                 if other is not replica and other.engine.notice_machine(self._now):
                     self._plan_wake_alone(other)
 
     def _plan_wake_alone(self, replica: _Replica) -> None:
+        engine = replica.engine
         replica.wake_number += 1
-        at = replica.engine.wakes_at
-        if at < math.inf:
-            self._at(at, self._wake_replica, replica, replica.wake_number)
-        if replica.engine.is_changed and not replica.is_due:
+        if engine.wakes_at < math.inf:
+            self._at(engine.wakes_at, self._wake_replica, replica, replica.wake_number)
+        if engine.is_changed and not replica.is_due:
             due_at = max(self._now, replica.sent_at + self._scenario.event_interval_s)
             replica.is_due = True
             self._at(due_at, self._publish, replica)
