@@ -315,7 +315,7 @@ class Suite:
         config: dict[str, Any] = self._config | {"speculation": value}
         engine = build_engine(EngineConfig(**config))
         tokens = self._generate(engine, salt="few", concurrency=_SPECULATION_CONCURRENCY)
-        if dataclasses.asdict(engine.load()).get("num_draft_tokens") == 0:
+        if engine.load().num_draft_tokens == 0:
             row.problem = "nothing was guessed"
         return tokens
 

@@ -253,12 +253,12 @@ class LogprobBuffer:
         return taken
 
 
-_LOAD_FIELDS = tuple(ReplicaLoad.__dataclass_fields__)
+_LOAD_FIELDS = ReplicaLoad._fields
 
 
 def pack_load(load: ReplicaLoad) -> dict[str, float]:
     """Name each field, so that replica and router may be one version apart."""
-    return {name: getattr(load, name) for name in _LOAD_FIELDS}
+    return load._asdict()
 
 
 def unpack_load(fields: Mapping[str, Any]) -> ReplicaLoad:

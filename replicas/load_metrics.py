@@ -6,8 +6,6 @@ A count that only grows is a counter; the rest are gauges. Ray adds the prefix `
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from replicas.wire import ReplicaLoad
 
 LOAD_COUNTERS = frozenset(
@@ -29,7 +27,7 @@ LOAD_COUNTERS = frozenset(
 )
 """Fields of ReplicaLoad that only grow since the replica's start."""
 
-LOAD_FIELDS = tuple(field.name for field in fields(ReplicaLoad))
+LOAD_FIELDS = ReplicaLoad._fields
 
 
 def load_metric_name(field: str) -> str:

@@ -293,9 +293,8 @@ class TokenDelta(NamedTuple):
     prompt_logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaLoad:
-    """What a replica is doing, as the router and the metrics see it.
+class ReplicaLoad(NamedTuple):
+    """What a replica is doing, as the router and the metrics see it. Made by every step, by name.
 
     Attributes:
         num_running: sequences that hold a slot.

@@ -189,7 +189,10 @@ class WaitingQueue:
         """Take a request out; its heap entries are skipped later."""
         request = self._requests.pop(request_id)
         self.num_tokens -= request.num_prompt_tokens
-        self.prefill_s = self.prefill_s - request.prefill_s if self._requests else 0.0
+        self.prefill_s -= request.prefill_s
+        if not self._requests:
+            self.prefill_s = 0.0
+            self._timers.clear()
         tenant = self._tenants[request.tenant]
         tenant.num_requests -= 1
         tenant.num_tokens -= request.num_prompt_tokens

@@ -9,12 +9,13 @@ one replica, until one `Fail` or one `RequestEnded`; a replica never gets more t
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
 import numpy as np
 
 from app.router import refusals
-from app.router.admission import DrainRate, QueuedRequest, StayTime, WaitingQueue
+from app.router.admission import AGEING, DrainRate, QueuedRequest, StayTime, WaitingQueue
 from app.router.batch_window import BatchWindow
 from app.router.breakers import CircuitBreakers
 from app.router.cached_pages import CachedPages
@@ -38,7 +39,7 @@ from app.router.events import (
 )
 from app.router.fleet import Bools, Fleet
 from app.router.held import HeldRequests
-from app.router.placement import Placement
+from app.router.placement import Placement, is_tie
 from app.router.replica_view import Booking, ReplicaView
 from replicas.errors import EngineDead, Overloaded
 from replicas.wire import RouterDemand
@@ -49,6 +50,9 @@ REFUSAL_MARGIN = 1.1
 SLOT_WAIT_SHARE = 0.65
 """Of its time, what a request may be predicted to wait for a slot: under overload the queue is as
 long as is let in, so that without a margin everybody would come just too late."""
+
+MIN_AGED_PREFILL_S = 0.1
+"""A request with a shorter prompt may also wait for its replica for as long as this one."""
 
 
 class RouterCore:
@@ -154,6 +158,8 @@ class RouterCore:
 
     def next_wakeup(self) -> float:
         """Return when `Ticked(is_second=False)` is due on the router clock, or infinity."""
+        if not len(self._queue):  # all three are about what waits
+            return math.inf
         return min(self._queue.next_due(), self._window.next_due, self._held.next_due)
 
     def on(self, event: Event, now: float) -> list[Action]:
@@ -161,15 +167,15 @@ class RouterCore:
         actions: list[Action] = []
         if self._hopes_until is None:
             self._hopes_until = now + self._config.discovery_s
-        match event:
+        match event:  # the frequent ones first
+            case LoadChanged():
+                self._update(event, now, actions)
             case RequestArrived():
                 self._arrive(event, now, actions)
             case RequestEnded(request_id, num_output_tokens):
                 self._end(request_id, num_output_tokens, now)
             case ReplicaReported():
                 self._introduce(event, now)
-            case LoadChanged():
-                self._update(event, now, actions)
             case ReplicaSuspected(replica_id, has_failed):
                 if has_failed:
                     self._breakers.failed(replica_id, now)
@@ -376,8 +382,13 @@ class RouterCore:
 
     def _dispatch(self, now: float, actions: list[Action]) -> None:
         """Send queued requests, in order, while any replica has credit."""
+        num_queued = len(self._queue)
+        if not num_queued:
+            self._window.close()
+            self._held.clear()
+            return
         self._held.let_go(now)
-        if len(self._queue) and not self._window.holds(now, len(self._queue)):
+        if not self._window.holds(now, num_queued):
             self._window.let_go()
             ready = self._ready()
             for request in self._queue.drain():
@@ -434,10 +445,11 @@ class RouterCore:
             ttft_s=None if left_s == np.inf else left_s,
             tpot_s=request.tpot_target_s,
         )
+        preferred = candidates
         if meets is not None and np.count_nonzero(good := candidates & meets):
-            candidates = good
-        row = self._placement.cheapest(answer, candidates)
-        if self._holds_for_better(request, answer, row, now):
+            preferred = good
+        row = self._placement.cheapest(answer, preferred)
+        if self._holds_for_better(request, answer, candidates, row, now):
             return False
         view = self._fleet.view_of(row)
         if is_queued:
@@ -450,28 +462,34 @@ class RouterCore:
         return True
 
     def _holds_for_better(
-        self, request: QueuedRequest, answer: Answer, row: int, now: float
+        self, request: QueuedRequest, answer: Answer, candidates: Bools, row: int, now: float
     ) -> bool:
-        """Whether a request waits for a replica with a long backlog instead of going to `row`.
+        """Whether a request waits for a replica that is none of `candidates`, instead of `row`.
 
-        Its pages may be there, and worth more than the backlog. Under overload hardly more than
-        one replica is ready at a time, and who took that one would always leave its pages behind.
-        It stays in its place here, and is looked at again when the better one should be ready.
+        Its pages may be there, and worth more than the wait. Under overload hardly more than one
+        replica has room at a time, and who took that one would always leave its pages behind. It
+        stays in its place here, and is looked at again when the better one should have room.
         """
-        max_backlog_s = self._config.max_backlog_s
         if answer.queued_s is None or self._held.is_full:
             return False
-        if not np.count_nonzero(answer.queued_s > max_backlog_s):
+        (others,) = (self._placement.allowed(request, self._ready()) & ~candidates).nonzero()
+        if not len(others):
             return False
-        usable = self._placement.allowed(request, self._ready())
-        usable = usable & self._fleet.has_pages_for(request.num_prompt_tokens)
-        best = int(np.where(usable, answer.cost, np.inf).argmin())
-        excess_s = float(answer.queued_s[best]) - max_backlog_s
-        if excess_s <= 0 or self._placement.is_tie(answer, row, best):
+        pages_s = self._placement.pages_wait_s(request, others, stay_s=self._stays.mean_s)
+        cost = answer.cost[others] + pages_s
+        first = int(cost.argmin())
+        best = int(others[first])
+        wait_s = max(float(answer.queued_s[best]) - self._config.max_backlog_s, pages_s[first])
+        if wait_s <= 0 or is_tie(answer, float(answer.cost[row]), lowest=float(cost[first])):
             return False
-        if answer.ttft_s is not None and answer.ttft_s[best] > request.first_token_by - now:
+        longest_s = AGEING * max(request.prefill_s, MIN_AGED_PREFILL_S)
+        if pages_s[first] and now - request.arrived_at > longest_s:
             return False
-        self._held.hold(request.request_id, now=now, for_s=excess_s)
+        if answer.ttft_s is not None:
+            first_token_at = now + answer.ttft_s[best] + pages_s[first]
+            if first_token_at > request.first_token_by:
+                return False
+        self._held.hold(request.request_id, now=now, for_s=wait_s)
         return True
 
     def _book(

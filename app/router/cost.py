@@ -16,6 +16,10 @@ from app.router.fleet import Bools, Fleet, Floats
 STALL_WEIGHT = 0.02
 """What a second of delay to a running stream counts against a second of delay to a first token."""
 
+MAX_STALL_S = 1.0
+"""A prompt that takes longer counts as this one for the streams: it has hardly time to spare, and
+goes where it is computed first."""
+
 DECODE_WEIGHT = 0.05
 """What a second of the request's own output counts: of `max_tokens` most are never produced."""
 
@@ -105,7 +109,8 @@ class PredictedCost:
             np.minimum(own, prefill_s(on_device, length, token_s, half_pair_s), out=own)
         ttft = queued + own
         ttft += fleet.step_s
-        cost = own * fleet.outstanding
+        cost = np.minimum(own, MAX_STALL_S)
+        cost *= fleet.outstanding
         cost *= STALL_WEIGHT
         cost += ttft
         cost += (DECODE_WEIGHT * costs.context * question.max_tokens) * fleet.coming_context

@@ -6,6 +6,7 @@ The vocabulary of `app.router.core`, of whoever drives it and of the simulator.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from replicas.errors import ServingError
 from replicas.wire import CacheChange, ReplicaLoad
@@ -74,8 +75,7 @@ class ReplicaReported:
     offloaded_pages: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class LoadChanged:
+class LoadChanged(NamedTuple):
     """A replica's event; `sequence` is one more than that of its last.
 
     Attributes:

@@ -18,6 +18,7 @@ from replicas.wire import ReplicaLoad
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+Rows = npt.NDArray[np.intp]
 
 SLOWNESS_WEIGHT = 0.05
 MIN_FOREIGN_SHARE = 0.25
@@ -177,9 +178,9 @@ class Fleet:
 
     def refresh(self, view: ReplicaView) -> None:
         """Write a view that has changed into its row."""
-        load = view.load
-        free, num_pages = view.num_creditable_pages, max(1, load.num_pages)
-        page_size = max(1, load.page_size)
+        load, row = view.load, view.row
+        free, num_pages = view.num_creditable_pages, load.num_pages or 1
+        page_size = load.page_size or 1
         # Seconds at the model's present costs: a replica reports every second at least, so they
         # are never much older, and a decision need not work them out for every replica.
         costs, slowness = self.model.costs, view.slowness
@@ -192,12 +193,13 @@ class Fleet:
         pair_s = stretch * costs.pair
         pending = load.num_pending_prefill_tokens + load.num_waiting_tokens
         pending_s = token_s * pending + pair_s * load.num_pending_pairs
+        claimed = view.num_claimed_tokens
         num_outstanding, num_foreign = view.num_outstanding, view.num_foreign
-        self._count(view.row, num_outstanding, num_foreign)
-        is_drained = view.replica_id in self.drained
-        is_routable = view.is_routable and not is_drained
-        self.is_routable[view.row] = is_routable
-        self._table[:, view.row] = (
+        if self._counted[row] != (num_outstanding, num_foreign):
+            self._count(row, num_outstanding, num_foreign)
+        is_routable = view.is_routable and view.replica_id not in self.drained
+        self.is_routable[row] = is_routable
+        self._table[:, row] = (
             view.free_slots(max_waiting=self._max_waiting) if is_routable else 0,
             free * load.page_size if num_outstanding and load.page_size else math.inf,
             num_outstanding,
@@ -207,20 +209,17 @@ class Fleet:
             page_size * (free - (1 - KV_PRESSURE_FROM) * num_pages),
             KV_PRESSURE_S / ((1 - KV_PRESSURE_FROM) * page_size * num_pages),
             load.num_decode_context_tokens,
-            load.num_decode_context_tokens
-            + load.num_pending_prefill_tokens
-            + load.num_waiting_tokens
-            + view.num_claimed_tokens,
+            load.num_decode_context_tokens + pending + claimed,
             load.num_decodes,
             pending,
-            view.num_claimed_tokens,
+            claimed,
             view.loaded_at,
             view.prefill_share,
             step_s,
             token_s,
             0.5 * pair_s,
             view.loaded_at + pending_s,
-            token_s * view.num_claimed_tokens + pair_s * view.num_claimed_pairs,
+            token_s * claimed + pair_s * view.num_claimed_pairs,
         )
 
     def has_pages_for(self, num_prompt_tokens: int) -> Bools:

@@ -13,11 +13,15 @@ import numpy as np
 from app.router.admission import QueuedRequest
 from app.router.cached_pages import CachedPages
 from app.router.cost import Answer, Policy, Question
-from app.router.fleet import Bools, Fleet
+from app.router.fleet import Bools, Fleet, Floats, Rows
 
 TIE_SHARE = 0.02
 TIE_S = 1e-3
 """Costs so close to the lowest are equal to it: the prediction is no better."""
+
+PAGES_WAIT_SHARE = 0.25
+"""Of what Little's law says of the wait for pages, set on the conversation trace: a replica's pages
+come back in lumps, and bookings count output that most requests never have."""
 
 
 class Placement:
@@ -71,10 +75,20 @@ class Placement:
         (ties,) = (costs <= lowest + _tie(answer, lowest)).nonzero()
         return int(ties[self._rng.randrange(len(ties))] if len(ties) > 1 else ties[0])
 
-    def is_tie(self, answer: Answer, row: int, better: int) -> bool:
-        """Whether a row costs no more than another one that is said to be better."""
-        lowest = float(answer.cost[better])
-        return bool(answer.cost[row] <= lowest + _tie(answer, lowest))
+    def pages_wait_s(self, request: QueuedRequest, rows: Rows, *, stay_s: float) -> Floats:
+        """Predict how long each of `rows` takes to have pages for a request; 0 where it has them.
+
+        By Little's law: in the time that a request stays, all pages change hands.
+
+        Args:
+            request: whose prompt needs them.
+            rows: intp [n], any replicas; the answer is f64 [n].
+            stay_s: how long a request keeps its pages, on average.
+        """
+        fleet = self._fleet
+        lacking = request.num_prompt_tokens - fleet.free_tokens[rows]
+        lacking = np.where(lacking >= 0, lacking + fleet.page_size[rows], 0.0)
+        return PAGES_WAIT_SHARE * stay_s * lacking / np.maximum(fleet.booked_tokens[rows], 1)
 
     def allowed(self, request: QueuedRequest, rows: Bools) -> Bools:
         """Return `rows` without those that the request excludes."""
@@ -87,6 +101,11 @@ class Placement:
         allowed = rows.copy()
         allowed[excluded] = False
         return allowed
+
+
+def is_tie(answer: Answer, cost: float, *, lowest: float) -> bool:
+    """Whether a cost is equal to the lowest, as far as the prediction goes."""
+    return cost <= lowest + _tie(answer, lowest)
 
 
 def _tie(answer: Answer, lowest: float) -> float:

@@ -41,6 +41,7 @@ class PrefixIndex:
         self._free: list[int] = []
         self._live = 0
         self._num_dead = 0
+        self._num_moved = 0  # live columns that are not at their row's own place
         self._row_of: npt.NDArray[np.int64] = np.full(64, -1, np.int64)
         self._is_live: npt.NDArray[np.float64] | None = None  # 1 at live rows, once asked for
 
@@ -92,6 +93,7 @@ class PrefixIndex:
         if column is None:
             return
         self._live &= ~self._bits[column]
+        self._num_moved -= column != row
         self._row_of[column] = -1
         self._is_live = None
         self._num_dead += 1
@@ -148,7 +150,10 @@ class PrefixIndex:
             return hits
         packed = np.frombuffer(mask.to_bytes((mask.bit_length() + 7) // 8, "little"), np.uint8)
         is_set = np.unpackbits(packed, bitorder="little").view(np.bool_)
-        hits[row_of[: len(is_set)][is_set]] = depth
+        if self._num_moved:
+            hits[row_of[: len(is_set)][is_set]] = depth
+        else:
+            np.putmask(hits[: len(is_set)], is_set[:num_rows], depth)
         return hits
 
     def _live_mask(self, num_rows: int) -> npt.NDArray[np.float64]:
@@ -169,6 +174,7 @@ class PrefixIndex:
                 if column == len(self._row_of):
                     self._row_of = np.concatenate([self._row_of, np.full(column, -1, np.int64)])
             self._column_of[row] = column
+            self._num_moved += column != row
             self._row_of[column] = row
             self._is_live = None
             self._live |= self._bits[column]

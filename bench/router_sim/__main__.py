@@ -1,5 +1,7 @@
-"""Compare routing policies on traces: `python -m bench.router_sim [compare|capacity|decision]`.
+"""Compare routing policies on traces: `python -m bench.router_sim compare`.
 
+Or `capacity`: the highest rate that each serves; `bound`: what none can exceed; `decision`: the
+time that one takes.
 Writes JSON to bench/results and prints a table. Everything is simulated but the CPU times.
 """
 
@@ -13,10 +15,11 @@ from typing import Any
 
 from bench.report import format_table, result_path, stamp, write_json
 from bench.router_sim import decision
+from bench.router_sim.bounds import bounds
 from bench.router_sim.experiment import TIERS, TOLD, Experiment, capacity, repeat
 from bench.router_sim.plots import plot_rates
 from bench.router_sim.policies import POLICIES
-from bench.router_sim.traces import NAMES
+from bench.router_sim.traces import NAMES, replay
 
 SIZES = (2, 16, 256, 1024, 4096)
 COLUMNS = (
@@ -42,6 +45,9 @@ def main(arguments: list[str] | None = None) -> None:
         print(format_table(rows))
         path = options.out or result_path("router_decision")
         write_json(path, {"stamp": stamp(), "command": options.command, "results": rows})
+        return
+    if options.command == "bound":
+        _bound(options)
         return
     rows: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
@@ -82,6 +88,29 @@ def main(arguments: list[str] | None = None) -> None:
         plot_rates(path.with_suffix(".png"), results)
 
 
+def _bound(options: argparse.Namespace) -> None:
+    """What no policy can exceed, per trace, rate and seed."""
+    hardware = TIERS[options.tier]
+    rows = [
+        {"trace": trace, "rate": rate, "seed": seed}
+        | bounds(
+            replay(
+                trace, rate=rate, num_requests=options.requests, copies=options.copies, seed=seed
+            ),
+            hardware,
+            num_pages=options.replicas * (hardware.num_pages + hardware.num_host_pages),
+            ttft_s=options.ttft_s,
+        )
+        for trace in options.traces
+        for rate in options.rates
+        for seed in range(1, options.seeds + 1)
+    ]
+    shares = ("no_cache", "refusing", "serving", "lru")
+    print(format_table([row | {name: f"{row[name]:.4f}" for name in shares} for row in rows]))
+    path = options.out or result_path("router_bound")
+    write_json(path, {"stamp": stamp(), "command": options.command, "results": rows})
+
+
 def _row(result: dict[str, Any]) -> dict[str, str]:
     """Means; of the share within the targets also the range over the seeds."""
     row = {name: f"{result['mean'][name]:.3g}" for name in COLUMNS}
@@ -95,7 +124,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.router_sim", description=__doc__)
     names = [*POLICIES, *(name + TOLD for name in POLICIES)]
     parser.add_argument(
-        "command", choices=("compare", "capacity", "decision"), nargs="?", default="compare"
+        "command",
+        choices=("compare", "capacity", "bound", "decision"),
+        nargs="?",
+        default="compare",
     )
     parser.add_argument("--traces", nargs="+", choices=list(NAMES), default=["conversation"])
     parser.add_argument("--policies", nargs="+", choices=names, default=list(POLICIES))

@@ -6,7 +6,10 @@ policies by it, do not read its times as ours.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+MIN_CHUNK_TOKENS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,29 @@ class Hardware:
             + self.pair_s * num_pairs
             + self.context_s * num_context
         )
+
+    def chunk(self, position: int, left: int, budget: float) -> tuple[int, float]:
+        """Return how many of the `left` tokens from `position` a budget allows, and their cost.
+
+        A token costs 1 at position 0 and 2 at `break_even_context`.
+        """
+        context = self.break_even_context
+        first = 1 + position / context
+        root = math.sqrt(first * first + 2 * budget / context)
+        count = min(left, max(int(2 * budget / (first + root)), MIN_CHUNK_TOKENS))
+        return count, count * first + count * count / (2 * context)
+
+    def prefill_s(self, num_held: int, num_tokens: int) -> float:
+        """Return how long an idle replica takes for a prompt of which it holds a part.
+
+        It computes the last token in any case.
+        """
+        seconds, position = 0.0, min(num_held, num_tokens - 1)
+        while position < num_tokens:
+            count, _ = self.chunk(position, num_tokens - position, float(self.chunk_tokens))
+            seconds += self.step_s(count, count * (2 * position + count) / 2, 0)
+            position += count
+        return seconds
 
 
 HBM_ONLY = Hardware()

@@ -18,8 +18,6 @@ from bench.router_sim.hardware import Hardware
 from bench.router_sim.page_cache import PageCache
 from replicas.wire import CacheChange, ReplicaLoad
 
-MIN_CHUNK_TOKENS = 8
-
 
 @dataclass(eq=False, slots=True)
 class SimSequence:
@@ -30,8 +28,7 @@ class SimSequence:
         num_prompt_tokens: to be computed before the first token.
         num_output_tokens: to be produced.
         page_keys: of the prompt's full pages.
-        on_first_token: called with the time.
-        on_end: called with the time.
+        on_first_token, on_end: called with the sequence and the time.
         num_computed: prompt tokens whose KV is there.
         num_cached: prompt tokens that the cache held at first admission; None before.
         num_done: output tokens produced in earlier admissions.
@@ -48,8 +45,8 @@ class SimSequence:
     num_prompt_tokens: int
     num_output_tokens: int
     page_keys: tuple[bytes, ...]
-    on_first_token: Callable[[float], None]
-    on_end: Callable[[float], None]
+    on_first_token: Callable[[SimSequence, float], None]
+    on_end: Callable[[SimSequence, float], None]
     num_computed: int = 0
     num_cached: int | None = None
     num_done: int = 0
@@ -146,15 +143,15 @@ class SimReplica:
     def load(self) -> ReplicaLoad:
         """What the router hears."""
         hardware = self.hardware
-        pending = pairs = 0
+        pending = pairs = waiting = 0
         for sequence in self._prefilling:
-            left = sequence.num_target - sequence.num_computed
-            pending += left
-            pairs += left * (sequence.num_target + sequence.num_computed) // 2
-        waiting = 0
+            target, computed = sequence.num_target, sequence.num_computed
+            pending += target - computed
+            pairs += (target - computed) * (target + computed) // 2
         for sequence in self._waiting:
-            waiting += sequence.num_target
-            pairs += sequence.num_target**2 // 2
+            target = sequence.num_target
+            waiting += target
+            pairs += target * target // 2
         return ReplicaLoad(
             num_running=len(self._prefilling) + len(self._decodes),
             num_waiting=len(self._waiting),
@@ -201,8 +198,10 @@ class SimReplica:
             self._plan_prompts(now)
         if self._chunks:
             self._num_iterations = 1
-            num_tokens = num_decodes + sum(count for _, count in self._chunks)
-            pairs = sum(n * (2 * s.num_computed + n) / 2 for s, n in self._chunks)
+            num_tokens, pairs = num_decodes, 0.0
+            for sequence, count in self._chunks:
+                num_tokens += count
+                pairs += count * (2 * sequence.num_computed + count) / 2
             self.wakes_at = now + self._slowdown * hardware.step_s(num_tokens, pairs, self._context)
         elif num_decodes:
             self._num_iterations = self._due[0][0] - self._clock
@@ -242,13 +241,10 @@ class SimReplica:
 
     def _take_chunk(self, sequence: SimSequence, budget: float) -> float:
         """Put as much of a prompt into the step as a budget allows; return what it costs of it."""
-        context = self.hardware.break_even_context
-        left = sequence.num_target - sequence.num_computed
-        first = 1 + sequence.num_computed / context
-        root = math.sqrt(first * first + 2 * budget / context)
-        count = min(left, max(int(2 * budget / (first + root)), MIN_CHUNK_TOKENS))
+        position = sequence.num_computed
+        count, cost = self.hardware.chunk(position, sequence.num_target - position, budget)
         self._chunks.append((sequence, count))
-        return count * first + count * count / (2 * context)
+        return cost
 
     def _admit(self, now: float) -> SimSequence | None:
         """Give the first that waits a slot and pages; None when it has to wait."""
@@ -321,7 +317,7 @@ class SimReplica:
             return
         self._prefilling.remove(sequence)
         if sequence.num_done == 0:
-            sequence.on_first_token(now)
+            sequence.on_first_token(sequence, now)
         sequence.num_done += 1
         if sequence.num_done >= sequence.num_output_tokens:
             self._leave(sequence, now)
@@ -372,7 +368,7 @@ class SimReplica:
         self._release(sequence)
         sequence.is_over = True
         self.is_changed = True
-        sequence.on_end(now)
+        sequence.on_end(sequence, now)
 
     def _release(self, sequence: SimSequence) -> None:
         assert sequence.keys is not None

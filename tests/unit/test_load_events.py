@@ -43,7 +43,7 @@ class Subscription:
         self.events = LoadEvents("replica", MODEL, lambda: self.load, lease_s=0.5)
 
     def set_running(self, num_running: int) -> None:
-        self.load = dataclasses.replace(self.load, num_running=num_running)
+        self.load = self.load._replace(num_running=num_running)
         self.events.on_step(self.load)
 
 
@@ -134,10 +134,10 @@ async def test_page_changes_go_with_events_and_a_report_names_every_page(
     subscription: Subscription,
 ) -> None:
     first, second = b"a" * 16, b"b" * 16
-    subscription.load = dataclasses.replace(subscription.load, num_running=1)
+    subscription.load = subscription.load._replace(num_running=1)
     subscription.events.on_step(subscription.load, CacheChange((first, second)))
     await until(lambda: len(subscription.heard) == 2)
-    subscription.load = dataclasses.replace(subscription.load, num_running=2)
+    subscription.load = subscription.load._replace(num_running=2)
     subscription.events.on_step(subscription.load, CacheChange(dropped=(first,)))
     await until(lambda: len(subscription.heard) == 3)
     changes = [event.cache for event in subscription.heard[1:]]  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -65,15 +66,22 @@ TestIndexMachine = IndexMachine.TestCase
 TestIndexMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def test_many_replicas_are_told_apart() -> None:
+@pytest.mark.parametrize("step", [1, -1, 7])
+def test_many_replicas_are_told_apart_in_whatever_order_they_came(step: int) -> None:
     index = PrefixIndex()
-    for row in range(1000):
+    for place in range(1000):
+        row = place * step % 1000
         index.store(row, [b"everyone", *([b"odd"] if row % 2 else [])])
     index.store(7, [b"seven"])
     hits = index.match([b"everyone", b"odd", b"seven"], 1000)
     assert hits[7] == 3
     assert set(hits[1::2].tolist()) == {2, 3}
     assert set(hits[::2].tolist()) == {1}
+    index.forget(500)
+    index.store(999, [b"more"])
+    index.drop(3, [b"odd"])
+    hits = index.match([b"everyone", b"odd"], 1000)
+    assert (hits[500], hits[3], hits[999]) == (0, 1, 2)
 
 
 def test_it_is_bounded_and_keeps_what_is_looked_up() -> None:

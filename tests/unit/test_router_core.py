@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 import time
@@ -77,8 +76,7 @@ def test_a_request_goes_out_at_once_while_there_is_credit() -> None:
 def test_a_request_is_sent_with_a_prediction_that_grows_with_its_prompt() -> None:
     core = make_core("a", max_backlog_s=60)
     for second in range(1, 40):
-        load = dataclasses.replace(
-            IDLE,
+        load = IDLE._replace(
             num_steps=10 * second,
             num_computed_tokens=1000 * second,
             num_prefill_tokens=1000 * second,
@@ -368,7 +366,7 @@ def test_a_request_waits_a_moment_for_a_replica_whose_pages_are_worth_more_than_
     None
 ):
     core = make_core("a", "b", load=BIG, max_backlog_s=0.1)
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=2500)
+    busy = BIG._replace(num_running=1, num_pending_prefill_tokens=2500)
     core.on(LoadChanged("a", 1, busy, CacheChange(stored=CHAIN)), 0.0)
     num_pages = len(CHAIN)
     assert core.on(prompt_of(num_pages, "r"), 0.0) == []
@@ -376,9 +374,52 @@ def test_a_request_waits_a_moment_for_a_replica_whose_pages_are_worth_more_than_
     assert sends(core.on(arrived("other"), 0.0)) == {"other": "b"}, "it holds up nobody else"
     assert sends(core.on(LoadChanged("a", 2, BIG), 0.1)) == {"r": "a"}
     core.on(RequestEnded("r"), 0.2)
-    far = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=100_000)
+    far = BIG._replace(num_running=1, num_pending_prefill_tokens=100_000)
     core.on(LoadChanged("a", 3, far), 0.3)
     assert sends(core.on(prompt_of(num_pages, "s"), 0.3)) == {"s": "b"}, "worth less"
+
+
+def test_a_request_waits_for_a_replica_that_holds_its_prefix_and_has_no_pages_left() -> None:
+    core = make_core("a", "b", load=BIG)
+    core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN)), 0.0)
+    long = prompt_of(len(CHAIN), "long")
+    assert sends(core.on(prompt_of(len(CHAIN), "stays"), 0.0)) == {"stays": "a"}
+    assert sends(core.on(arrived("short"), 0.0)) == {"short": "b"}
+    core.on(RequestEnded("short", 1), 0.1)  # so long does a request stay
+    full = BIG._replace(num_running=1, num_free_pages=len(CHAIN) - 1)
+    core.on(LoadChanged("a", 2, full), 0.2)
+    core.on(LoadChanged("b", 1, full._replace(num_free_pages=len(CHAIN) + 40)), 0.2)
+    assert core.on(long, 0.2) == []
+    assert core.next_wakeup() < 0.3, "it is looked at again"
+    assert sends(core.on(arrived("other", num_prompt_tokens=500), 0.2)) == {"other": "b"}
+    assert sends(core.on(LoadChanged("a", 3, BIG), 0.3)) == {"long": "a"}
+
+
+def test_a_request_does_not_wait_for_a_replica_for_longer_than_others_may_overtake_it() -> None:
+    core = make_core("a", "b", load=BIG)
+    core.on(LoadChanged("a", 1, BIG, CacheChange(stored=CHAIN)), 0.0)
+    core.on(prompt_of(len(CHAIN), "stays"), 0.0)
+    core.on(arrived("short"), 0.0)
+    core.on(RequestEnded("short", 1), 0.1)
+    full = BIG._replace(num_running=1, num_free_pages=len(CHAIN) - 1)
+    core.on(LoadChanged("a", 2, full), 0.2)
+    core.on(LoadChanged("b", 1, full._replace(num_free_pages=len(CHAIN) + 40)), 0.2)
+    core.on(prompt_of(len(CHAIN), "long"), 0.2)
+    now = 0.2
+    while not (sent := sends(core.on(Ticked(is_second=False), now))):
+        assert core.next_wakeup() > now
+        now = core.next_wakeup()
+        assert now < 5, "a never has pages"
+    assert sent == {"long": "b"}
+    assert now > 0.5
+
+
+def test_a_long_prompt_goes_where_it_is_computed_first_for_all_the_streams_there() -> None:
+    core = make_core("a", "b", load=BIG)
+    streams = BIG._replace(num_running=20, num_decodes=20, num_decode_context_tokens=2000)
+    core.on(LoadChanged("a", 1, streams), 0.0)
+    core.on(LoadChanged("b", 1, BIG._replace(num_pending_prefill_tokens=10_000)), 0.0)
+    assert sends(core.on(arrived("r", num_prompt_tokens=60_000), 0.0)) == {"r": "a"}
 
 
 def test_a_gap_in_the_events_is_repaired_by_a_snapshot_of_the_cache() -> None:
@@ -400,7 +441,7 @@ def test_a_replica_that_died_and_another_in_its_place_share_no_pages() -> None:
 
 
 def test_what_cannot_meet_its_target_is_refused_with_the_time_to_come_back() -> None:
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=400_000)
+    busy = BIG._replace(num_running=1, num_pending_prefill_tokens=400_000)
     core = make_core("a", load=busy, max_backlog_s=60.0)
     (action,) = core.on(arrived("r", ttft_target_s=2.0), 0.0)
     assert isinstance(action, Fail)
@@ -410,7 +451,7 @@ def test_what_cannot_meet_its_target_is_refused_with_the_time_to_come_back() -> 
 
 
 def test_a_backlog_keeps_requests_in_the_router_until_it_is_worked_off() -> None:
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=400_000)
+    busy = BIG._replace(num_running=1, num_pending_prefill_tokens=400_000)
     core = make_core("a", load=busy)
     assert core.on(arrived("r"), 0.0) == []
     assert core.on(arrived("s", ttft_target_s=60.0), 0.0) == []
@@ -418,7 +459,7 @@ def test_a_backlog_keeps_requests_in_the_router_until_it_is_worked_off() -> None
 
 
 def test_queued_work_past_its_target_gets_a_deadline_error() -> None:
-    busy = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=35_000)
+    busy = BIG._replace(num_running=1, num_pending_prefill_tokens=35_000)
     core = make_core("a", load=busy)
     core.on(arrived("r", ttft_target_s=3.0), 0.0)
     assert core.next_wakeup() == 3.0
@@ -426,17 +467,15 @@ def test_queued_work_past_its_target_gets_a_deadline_error() -> None:
 
 
 def test_a_replica_that_decodes_too_slowly_is_avoided() -> None:
-    crowded = dataclasses.replace(
-        BIG, num_running=40, num_decodes=40, num_decode_context_tokens=2_000_000
-    )
-    loaded = dataclasses.replace(BIG, num_running=1, num_pending_prefill_tokens=10_000)
+    crowded = BIG._replace(num_running=40, num_decodes=40, num_decode_context_tokens=2_000_000)
+    loaded = BIG._replace(num_running=1, num_pending_prefill_tokens=10_000)
     core = make_core("a", "b", load=crowded)
     core.on(LoadChanged("b", 1, loaded), 0.0)
     assert sends(core.on(arrived("r", tpot_target_s=0.03), 0.0)) == {"r": "b"}
 
 
 def test_tenants_that_wait_take_turns() -> None:
-    core = make_core("a", load=dataclasses.replace(BIG, num_slots=1), max_waiting_per_replica=0)
+    core = make_core("a", load=BIG._replace(num_slots=1), max_waiting_per_replica=0)
     core.on(arrived("running"), 0.0)
     for number in range(20):
         core.on(arrived(f"heavy{number}", tenant="h"), 0.0)

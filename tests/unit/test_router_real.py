@@ -51,7 +51,11 @@ def run(replica: SimReplica, arrivals: list[tuple[float, SimSequence]]) -> list[
 def sequence(number: int, asks: Ask, log: dict[int, list[float]]) -> SimSequence:
     times = log.setdefault(number, [])
     length = len(asks.prompt_token_ids)
-    return SimSequence(str(number), length, asks.max_tokens, (), times.append, times.append)
+
+    def note(_: SimSequence, at: float) -> None:
+        times.append(at)
+
+    return SimSequence(str(number), length, asks.max_tokens, (), note, note)
 
 
 def test_the_service_gets_the_sizes_and_two_tenants(tmp_path: Path) -> None:

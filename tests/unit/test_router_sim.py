@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from app.autoscaling.config import AutoscalingConfig
 from app.router.cost import PredictedCost
 from bench.autoscaling import SLOW, surge, warp
+from bench.router_sim.bounds import bounds
 from bench.router_sim.experiment import Experiment, capacity, repeat
 from bench.router_sim.hardware import HBM_ONLY, HOST_TIER, Hardware
 from bench.router_sim.page_cache import PageCache
@@ -42,7 +44,11 @@ def sequence(
     name: str, prompt: int, output: int, log: dict[str, list[float]], keys: tuple[bytes, ...] = ()
 ) -> SimSequence:
     times = log.setdefault(name, [])
-    return SimSequence(name, prompt, output, keys, times.append, times.append)
+
+    def note(_: SimSequence, at: float) -> None:
+        times.append(at)
+
+    return SimSequence(name, prompt, output, keys, note, note)
 
 
 def test_one_request_takes_its_steps_time() -> None:
@@ -52,6 +58,31 @@ def test_one_request_takes_its_steps_time() -> None:
     first = hardware.step_s(1000, 1000 * 1000 / 2, 0)
     decode = sum(hardware.step_s(1, 0, 1000 + n) for n in range(1, 11))
     assert log["a"] == [pytest.approx(1 + first), pytest.approx(1 + first + decode)]
+
+
+@pytest.mark.parametrize("num_held", [0, 30])
+def test_an_idle_replica_takes_the_time_that_its_hardware_says(num_held: int) -> None:
+    log: dict[str, list[float]] = {}
+    keys = tuple(bytes([n]) for n in range(num_held))
+    first, again = 30 * PAGE_SIZE + 1, 100 * PAGE_SIZE
+    drive(
+        SimReplica("r", HBM_ONLY),
+        [(0.0, sequence("a", first, 1, log, keys)), (9.0, sequence("b", again, 1, log, keys))],
+    )
+    assert log["a"][0] == pytest.approx(HBM_ONLY.prefill_s(0, first))
+    assert log["b"][0] - 9 == pytest.approx(HBM_ONLY.prefill_s(num_held * PAGE_SIZE, again))
+
+
+def test_bounds_count_who_could_be_in_time_at_best() -> None:
+    def request(number: int, num_pages: int, chain: int) -> SimRequest:
+        keys = tuple(bytes([chain, page]) for page in range(num_pages))
+        return SimRequest(str(number), float(number), num_pages * PAGE_SIZE + 1, 1, keys)
+
+    one_page_s = HBM_ONLY.prefill_s(0, PAGE_SIZE + 1)
+    chains = [request(0, 1, 1), request(1, 40, 2), request(2, 41, 2), request(3, 1, 1)]
+    found = bounds(chains, HBM_ONLY, num_pages=39, ttft_s=2 * one_page_s)
+    assert found == {"no_cache": 0.5, "refusing": 0.5, "serving": 0.75, "lru": 0.5}
+    assert bounds(chains, HBM_ONLY, num_pages=41, ttft_s=2 * one_page_s)["lru"] == 0.75
 
 
 def test_an_arrival_waits_for_the_running_step_only() -> None:
@@ -144,6 +175,15 @@ def test_the_same_seed_gives_the_same_run_and_another_one_does_not() -> None:
 
     assert times(1) == times(1)
     assert times(1) != times(2)
+
+
+def test_a_run_leaves_no_cycles_for_the_collector() -> None:
+    gc.collect()
+    run(Scenario(num_replicas=4, hardware=HBM_ONLY), requests())
+    assert gc.isenabled()
+    num_with_few = gc.collect()
+    run(Scenario(num_replicas=4, hardware=HBM_ONLY), requests(300))
+    assert gc.collect() < num_with_few + 100, "requests stay until the end of a run"
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
