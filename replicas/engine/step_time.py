@@ -41,7 +41,7 @@ class StepSizes:
         expert_share: of the experts, that a token goes through.
         head_bytes: of the output head.
         head_flops: per row of logits.
-        is_int8: whether matmuls are of 8-bit integers.
+        is_int8: whether matmuls are of 8-bit integers, but for the first layer's.
         is_kv_int8: whether pages are.
         kv_token_bytes: KV of one token, all layers; of all tokens' on average, where each is on one
             device.
@@ -193,7 +193,12 @@ def predict_step(
     peak = (chip.int8_ops or chip.bf16_flops) if sizes.is_int8 else chip.bf16_flops
     bandwidth = chip.hbm_bytes_per_s
     layer_bytes = sizes.read_bytes(num_tokens)
-    layer_compute_s = sizes.token_flops() * num_tokens / peak
+    first_share = 1 / sizes.num_layers
+    layer_compute_s = (
+        sizes.token_flops()
+        * num_tokens
+        * ((1 - first_share) / peak + first_share / chip.bf16_flops)
+    )
     head_compute_s = sizes.head_flops * num_logits / peak
     matmul_s = max(layer_bytes / bandwidth, layer_compute_s)
     matmul_s += max(sizes.head_bytes / bandwidth, head_compute_s)

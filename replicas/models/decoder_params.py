@@ -8,6 +8,7 @@ with zeros, which add nothing: heads and channels of the MLP in pairs of produce
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -186,14 +187,17 @@ def prepare_params(
     config: ModelConfig,
     packing: Packing,
     stack: Callable[[Iterable[Any]], Iterable[Any]] = tuple,
+    *,
+    first: Packing | None = None,
 ) -> DecoderParams:
     """Return the weights with every matmul operand replaced by what `packing` makes of it.
 
-    `stack` takes the layers one by one, as they are packed. A tied head becomes a packed copy of
-    its own, since the lookup needs plain rows.
+    `stack` takes the layers one by one, as they are packed; the first of them is packed by `first`,
+    if that is given. A tied head becomes a packed copy of its own, since the lookup needs plain
+    rows.
     """
 
-    def pack_layer(layer: Any) -> Any:
+    def pack_layer(layer: Any, packing: Packing) -> Any:
         return jax.tree.map(
             lambda node: node.packed(config, packing) if _is_packable(node) else node,
             layer,
@@ -201,7 +205,8 @@ def prepare_params(
         )
 
     head = packing.linear(params.embedding if params.head is None else params.head)
-    return params._replace(layers=stack(pack_layer(layer) for layer in params.layers), head=head)
+    packings = itertools.chain((first or packing,), itertools.repeat(packing))
+    return params._replace(layers=stack(map(pack_layer, params.layers, packings)), head=head)
 
 
 def decoder_specs(

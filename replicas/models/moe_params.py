@@ -139,10 +139,14 @@ def expert_specs(
 
 
 def prepare_params(
-    params: DecoderParams, config: ModelConfig, packing: Packing, *_: Any
+    params: DecoderParams,
+    config: ModelConfig,
+    packing: Packing,
+    *_: Any,
+    first: Packing | None = None,
 ) -> DecoderParams:
     """As `decoder_params.prepare_params`, for layers that stay apart.
 
     They differ from each other in some families, and a slice of stacked experts would be a copy.
     """
-    return decoder_params.prepare_params(params, config, packing)
+    return decoder_params.prepare_params(params, config, packing, first=first)

@@ -47,7 +47,7 @@ def consuming(packing: Packing, params: Any) -> Packing:
     def bind(pack_weight: Pack) -> Pack:
         def pack_and_free(weight: jax.Array) -> Any:
             packed = pack_weight(weight)
-            if weight is not params.embedding:
+            if packed is not weight and weight is not params.embedding:
                 weight.delete()
                 # jax lets go of host memory that it was lent when Python next collects garbage.
                 gc.collect(0)

@@ -2,8 +2,9 @@
 
 From the weights alone: no calibration text, so any model will do. What makes that good enough is
 the rotation (`kernels.int8_reference`); without it a few large inputs of each row would take the
-resolution from all others. Embedding, norms, biases, routers and what takes heads to a latent
-space and back (`mla`) stay as they are.
+resolution from all others. The first layer keeps its dtype: embeddings are small, so it writes
+most of what the residual stream holds from there on, and its rounding with it. Embedding, norms,
+biases, routers and what takes heads to a latent space and back (`mla`) stay as they are too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from kernels.cpu import int8_matmul
+from kernels.cpu import int8_matmul, matmul
 from kernels.int8_reference import Int8Matrix, largest_rotation, quantize_weight
 from replicas.config import ModelConfig
 from replicas.models.decoder_params import Pack, Packing
 from replicas.models.layer_stack import abstract_stack, stack_layers
-from replicas.models.packing import consuming, on_shapes
+from replicas.models.packing import consuming, has_packable_sizes, on_shapes
 from replicas.models.registry import get_family
 
 
@@ -32,35 +33,55 @@ def quantize_params(
     *,
     is_native: bool,
     rotates: bool = True,
+    keeps_first: bool = True,
     consumes: bool = False,
 ) -> Any:
-    """Return the tree with int8 matmul weights, the output head's included.
+    """Return the tree with int8 matmul weights, the output head's included, the first layer's not.
 
     Args:
         params: as from `load_params`; sharded ones keep their sharding.
         config: the model's.
-        is_native: in the layout of the native kernel, layers as one `LayerStack`; else each weight
+        is_native: in the layout of the native kernels, layers as one `LayerStack`; else each weight
             an `Int8Matrix`.
         rotates: False leaves the rotation out, to measure what it is worth.
+        keeps_first: False quantises the first layer too, to measure what that costs.
         consumes: free each weight once it is quantised; else memory holds both trees.
     """
     packing = _packing(is_native=is_native, rotation=None if rotates else 1)
+    first = _first_packing(params, config, is_native=is_native) if keeps_first else None
     if consumes:
-        packing = consuming(packing, params)
+        packing, first = consuming(packing, params), first and consuming(first, params)
     prepare = get_family(config).prepare_params
     if not is_native:
-        return prepare(params, config, packing)
-    stack = functools.partial(stack_layers, num_layers=config.num_layers)
-    return jax.device_put(prepare(params, config, packing, stack))
+        return prepare(params, config, packing, first=first)
+    stack = functools.partial(
+        stack_layers, num_layers=config.num_layers, has_first=first is not None
+    )
+    return jax.device_put(prepare(params, config, packing, stack, first=first))
 
 
 def abstract_quantized_params(params: Any, config: ModelConfig, *, is_native: bool) -> Any:
     """Return the shapes of what `quantize_params` would make of abstract weights."""
     prepare = get_family(config).prepare_params
+    first = _first_packing(params, config, is_native=is_native)
     if not is_native:
-        return prepare(params, config, Packing(linear=_quantized_shapes, experts=_quantized_shapes))
-    stack = functools.partial(abstract_stack, num_layers=config.num_layers)
-    return prepare(params, config, on_shapes(_packing(is_native=True, rotation=None)), stack)
+        packing = Packing(linear=_quantized_shapes, experts=_quantized_shapes)
+        return prepare(params, config, packing, first=first)
+    stack = functools.partial(
+        abstract_stack, num_layers=config.num_layers, has_first=first is not None
+    )
+    packing = on_shapes(_packing(is_native=True, rotation=None))
+    return prepare(params, config, packing, stack, first=first and on_shapes(first))
+
+
+def _first_packing(params: Any, config: ModelConfig, *, is_native: bool) -> Packing | None:
+    """Return the layout of a first layer that keeps its dtype; None where it is the only one."""
+    if config.num_layers == 1:
+        return None
+    is_packed = is_native and params.embedding.dtype == jnp.bfloat16 and has_packable_sizes(config)
+    if is_packed:
+        return Packing(linear=matmul.pack, gate_up=matmul.pack_gate_up)
+    return Packing(linear=lambda weight: weight)
 
 
 def _packing(*, is_native: bool, rotation: int | None) -> Packing:
