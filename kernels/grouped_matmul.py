@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
 from kernels.int8_reference import Int8Matrix, quantize_rows
 from kernels.tpu.expert_matmul import multiply_experts
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
 
 _FEW_ROWS, _MANY_ROWS = 8, 32  # of a block on CPU; XLA's dots are row-invariant from 8 rows on
 _TPU_ROWS = 128
@@ -178,7 +182,7 @@ def _dot(rows: jax.Array, weight: jax.Array) -> jax.Array:
     )
 
 
-def _sum_dtype(x: jax.Array) -> type[jnp.int32 | jnp.float32]:
+def _sum_dtype(x: jax.Array) -> DTypeLike:
     return jnp.int32 if x.dtype == jnp.int8 else jnp.float32
 
 

@@ -35,6 +35,14 @@ class Packing(NamedTuple):
     gate_up: Pack | None = None
     experts: Pack | None = None
 
+    def wrapped(self, wrap: Callable[[Pack], Pack]) -> Packing:
+        """Return the packing whose functions are these, each wrapped."""
+        return Packing(
+            wrap(self.linear),
+            self.gate_up and wrap(self.gate_up),
+            self.experts and wrap(self.experts),
+        )
+
 
 @runtime_checkable
 class PackableParams(Protocol):

@@ -55,7 +55,7 @@ def consuming(packing: Packing, params: Any) -> Packing:
 
         return pack_and_free
 
-    return Packing(*(pack_weight and bind(pack_weight) for pack_weight in packing))
+    return packing.wrapped(bind)
 
 
 def abstract_packed_params(params: Any, config: ModelConfig) -> Any:
@@ -82,4 +82,4 @@ def on_shapes(packing: Packing) -> Packing:
 
         return lambda weight: pack_zeros(weight.shape, weight.dtype)
 
-    return Packing(*(pack_weight and bind(pack_weight) for pack_weight in packing))
+    return packing.wrapped(bind)
