@@ -242,7 +242,7 @@ def table_row(family: str, exact: GoldenResult, quantized: GoldenResult) -> str:
         f"`{family}`",
         f"{exact.max_abs_logit_err:.1e}",
         f"{exact.greedy_match} of {exact.total}",
-        f"{quantized.max_abs_logit_err:.2f}",
+        f"{quantized.max_abs_logit_err:.3f}",
         f"{quantized.greedy_match} of {quantized.total}",
     )
     return f"| {' | '.join(cells)} |"

@@ -63,11 +63,11 @@ class Measurement:
     gflop_per_s: float
 
 
-def measure(contenders: dict[str, Callable[[], Any]], num_rounds: int) -> dict[str, list[float]]:
+def measure[K](contenders: dict[K, Callable[[], Any]], num_rounds: int) -> dict[K, list[float]]:
     """Time contenders in turns, seconds; each is run once first."""
     for run in contenders.values():
         jax.block_until_ready(run())
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[K, list[float]] = {name: [] for name in contenders}
     for _ in range(num_rounds):
         for name, run in contenders.items():
             started_s = time.perf_counter()
@@ -183,20 +183,31 @@ def matmul_steps(num_rows: int) -> dict[str, Callable[[], Any]]:
     return contenders
 
 
-def expert_steps(num_rows: int) -> dict[int, Callable[[], Any]]:
-    """A grouped matmul over the weights of all experts, by how many of them have rows."""
+def expert_steps(num_rows: int) -> dict[tuple[str, int], Callable[[], Any]]:
+    """Matmuls over the weights of all experts, bf16 and int8, by how many of them have rows."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((num_rows, EXPERT_SHAPE[1])), jnp.bfloat16)
-    weights = jnp.asarray(rng.standard_normal((EXPERTS, *EXPERT_SHAPE)), jnp.bfloat16)
-    multiply = jax.jit(grouped_matmul)
+    weights = rng.standard_normal((EXPERTS, *EXPERT_SHAPE)).astype(jnp.bfloat16)
+    contenders = {
+        "bf16": (jax.jit(grouped_matmul), jnp.asarray(weights)),
+        "int8": (
+            jax.jit(int8_matmul.linear_of_experts),
+            jax.device_put(int8_matmul.pack_experts(weights)),
+        ),
+    }
 
-    def step(num_active: int) -> Callable[[], Any]:
+    def step(name: str, num_active: int) -> Callable[[], Any]:
+        multiply, weight = contenders[name]
         sizes = np.zeros(EXPERTS, np.int32)
         sizes[rng.permutation(EXPERTS)[:num_active]] = num_rows // num_active
         group_sizes = jnp.asarray(sizes)
-        return lambda: multiply(x, weights, group_sizes)
+        return lambda: multiply(x, weight, group_sizes)
 
-    return {num_active: step(num_active) for num_active in ACTIVE_EXPERTS}
+    return {
+        (name, num_active): step(name, num_active)
+        for num_active in ACTIVE_EXPERTS
+        for name in contenders
+    }
 
 
 def summarise(name: str, times: list[float], *, num_bytes: float, num_flops: float) -> Measurement:
@@ -251,13 +262,12 @@ def bench_experts(num_rounds: int) -> list[Measurement]:
     results = []
     expert_size = EXPERT_SHAPE[0] * EXPERT_SHAPE[1]
     for num_rows in ROUTED_ROWS:
-        steps = {str(num_active): run for num_active, run in expert_steps(num_rows).items()}
-        for num_active, times in measure(steps, num_rounds).items():
+        for (contender, num_active), times in measure(expert_steps(num_rows), num_rounds).items():
             results.append(
                 summarise(
-                    f"{num_rows} rows to {num_active} of {EXPERTS} experts",
+                    f"{num_rows} rows to {num_active} of {EXPERTS} experts, {contender}",
                     times,
-                    num_bytes=int(num_active) * expert_size * 2,
+                    num_bytes=num_active * expert_size * (1 if contender == "int8" else 2),
                     num_flops=num_rows * expert_size * 2,
                 )
             )

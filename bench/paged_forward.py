@@ -44,6 +44,7 @@ class PagedForward:
         dtype: str,
         quantization: Quantization = "none",
         rotates: bool = True,
+        keeps_first: bool = True,
         kv_dtype: str | None = None,
         chunk_size: int = 16,
         page_size: int = 16,
@@ -56,6 +57,7 @@ class PagedForward:
             dtype: of weights that are not quantised, and of activations.
             quantization: of the matmul weights and their inputs.
             rotates: see `quantize_params`.
+            keeps_first: see `quantize_params`.
             kv_dtype: of the cache; None for `dtype`.
             chunk_size: rows of a step.
             page_size: tokens per page.
@@ -77,7 +79,11 @@ class PagedForward:
         is_native = jax.default_backend() == "cpu" and _has_native()
         if quantization == "int8":
             self._params = quantize_params(
-                self._params, self.config, is_native=is_native, rotates=rotates
+                self._params,
+                self.config,
+                is_native=is_native,
+                rotates=rotates,
+                keeps_first=keeps_first,
             )
         if self.config.mla is not None:
             self._attention = mla_reference.ragged_paged_latent_attention

@@ -30,6 +30,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "bfloat16, int8 KV": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "int8, no rotation": {"dtype": "bfloat16", "quantization": "int8", "rotates": False},
+    "int8, all layers": {"dtype": "bfloat16", "quantization": "int8", "keeps_first": False},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
     "int8, int8 KV": {"dtype": "bfloat16", "quantization": "int8", "kv_dtype": "int8"},
 }

@@ -27,11 +27,11 @@ _LEAST = np.float32(1e-30)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, slots=True)
 class Int8Matrix:
-    """A quantised weight [N, K] in plain order.
+    """A quantised weight [N, K] in plain order, or one for each of E experts.
 
     Attributes:
-        values: int8 [N, K] in [-127, 127].
-        scales: f32 [N]; values * scales is the weight, rotated and divided by `rotation`.
+        values: int8 [N, K] or [E, N, K], in [-127, 127].
+        scales: f32 [N] or [E, N]; values * scales is the weight, rotated and divided by `rotation`.
         rotation: size of the Hadamard matrix, a power of two that divides K; 1 for none.
     """
 

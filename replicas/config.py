@@ -314,8 +314,8 @@ class EngineConfig:
         attention: kernel choice; "auto" is native on CPU where a compiler was found, and pallas on
             TPU where the kernels take the model.
         quantization: "int8": matmul weights, the output head's included, become 8-bit integers at
-            load, and so do their inputs, row by row. Embedding, norms and cache keep `dtype`.
-            Refused for models with experts.
+            load, and so do their inputs, row by row. The first layer, embedding, norms and cache
+            keep `dtype`.
         kv_cache_dtype: of the KV pages; "auto" is `dtype`. "int8": the keys of each token and
             head become 8-bit integers with a scale of their own, and so do its values. Refused for
             models that attend over latents.

@@ -11,6 +11,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from kernels.cpu import library
@@ -31,7 +32,8 @@ class Int8Weight:
     """A weight [N, K] in the order in which `linear` reads it.
 
     Attributes:
-        groups: u8 [ceil(N / 32), ceil(K / 4), 32, 4] or [L, ...]: the weight plus 128.
+        groups: u8 [ceil(N / 32), ceil(K / 4), 32, 4] or [L, ...]: the weight plus 128. Of experts:
+            [E, ...].
         scales: f32 [ceil(N / 32), 32] or [L, ...], zeros past N.
         num_outputs: N.
         num_inputs: K.
@@ -86,6 +88,21 @@ def pack(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8
     size = -(-num_outputs // _GROUP) * _GROUP
     groups, packed_scales = _arrange(values[None], scales[None], size)
     return Int8Weight(groups, packed_scales, num_outputs, num_inputs, matrix.rotation)
+
+
+def pack_experts(weights: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8Weight:
+    """Quantise and pack the weights [E, N, K] of experts on the host, for `linear_of_experts`.
+
+    Raises:
+        ValueError: as for `pack`.
+    """
+    first = pack(weights[0], rotation=rotation)
+    groups = np.empty((weights.shape[0], *first.groups.shape), np.uint8)
+    scales = np.empty((weights.shape[0], *first.scales.shape), np.float32)
+    for index, weight in enumerate(np.asarray(weights)):
+        expert = pack(weight, rotation=rotation)
+        groups[index], scales[index] = expert.groups, expert.scales
+    return dataclasses.replace(first, groups=groups, scales=scales)
 
 
 def pack_gate_up(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8GateUp:
@@ -144,6 +161,36 @@ def linear_silu(
     Arguments and errors as for `linear`.
     """
     return _call(x, weight, num_rows, out_dtype=out_dtype, is_silu=True)
+
+
+def linear_of_experts(x: jax.Array, weight: Int8Weight, group_sizes: jax.Array) -> jax.Array:
+    """Return x[r] @ weight[e].T for every row r of expert e, f32 [R, N].
+
+    Args:
+        x: bf16 or f32 [R, K], rows in order of their experts. Rows past the last expert's are not
+            read, and come out as zeros.
+        weight: as packed by `pack_experts`.
+        group_sizes: i32 [E], rows of each expert.
+
+    Raises:
+        ValueError: a shape does not fit.
+        TypeError: a dtype is not supported.
+        kernels.cpu.library.NativeUnavailable: the kernels cannot be built here.
+        jax.errors.JaxRuntimeError: at run time, sizes that are negative or exceed R in sum.
+    """
+    num_experts = weight.groups.shape[0]
+    if group_sizes.shape != (num_experts,) or group_sizes.dtype != jnp.int32:
+        raise ValueError(
+            f"group_sizes must be i32 [{num_experts}], got {group_sizes.dtype} {group_sizes.shape}"
+        )
+    check_operands(  # of one expert; experts lie as layers do
+        x, weight.groups, None, num_inputs=weight.num_inputs, layer=0, out_dtype=jnp.float32
+    )
+    library.load()
+    result = jax.ShapeDtypeStruct((x.shape[0], weight.num_outputs), jnp.float32)
+    return jax.ffi.ffi_call("systole_int8_experts", result)(
+        x, weight.groups, weight.scales, group_sizes, rotation=np.int64(weight.rotation)
+    )
 
 
 def _arrange(values: np.ndarray, scales: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:

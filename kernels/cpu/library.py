@@ -56,6 +56,7 @@ _PER_ISA = {  # instruction sets that each is compiled for
     "token_masks_isa.cc": ("generic", "avx2", "avx512"),
 }
 _TARGETS = (
+    "systole_int8_experts",
     "systole_int8_linear",
     "systole_linear",
     "systole_quantized_paged_attention",

@@ -43,7 +43,7 @@ from replicas.model_files.fetch import fetch_model
 from replicas.model_files.source import parse_source
 from replicas.models.kv_cache import abstract_kv_pages, zeros
 from replicas.models.packing import pack_params
-from replicas.models.quantize import quantize_params, require_quantizable
+from replicas.models.quantize import quantize_params
 from replicas.models.registry import get_family, load_model_config
 from replicas.models.sharding import (
     kv_pages_sharding,
@@ -106,8 +106,6 @@ def resolve_config(
             f"{model_config.max_position_embeddings}"
         )
     page_size = config.page_size or _DEFAULT_PAGE_SIZE.get(platform, 16)
-    if config.quantization == "int8":
-        require_quantizable(model_config)
     if config.kv_cache_dtype != "auto" and model_config.mla is not None:
         raise ValueError(
             f"kv_cache_dtype {config.kv_cache_dtype!r} is not for latents, which "

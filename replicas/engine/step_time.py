@@ -41,12 +41,13 @@ class StepSizes:
         expert_share: of the experts, that a token goes through.
         head_bytes: of the output head.
         head_flops: per row of logits.
-        is_int8: whether matmuls are of 8-bit integers.
+        is_int8: whether matmuls are of 8-bit integers, but for the first layer's.
         is_kv_int8: whether pages are.
         kv_token_bytes: KV of one token, all layers; of all tokens' on average, where each is on one
             device.
         exchanged_bytes: of a token in a layer, where attention is by sequence: queries that are
             gathered from all devices, and outputs that are scattered over them; else 0.
+        windows: tokens that a layer attends over at most, of the layers that have a window.
     """
 
     num_devices: int
@@ -65,6 +66,12 @@ class StepSizes:
     is_kv_int8: bool
     kv_token_bytes: int
     exchanged_bytes: int = 0
+    windows: tuple[int, ...] = ()
+
+    def attended(self, context: float) -> float:
+        """Tokens of `context` that a layer reads, on average over the layers."""
+        skipped = sum(max(0.0, context - window) for window in self.windows)
+        return context - skipped / self.num_layers
 
     def read_bytes(self, num_tokens: int) -> float:
         """Weights of the layers that a step reads: experts that no token goes to it does not.
@@ -163,6 +170,11 @@ def measure_sizes(
         is_kv_int8=config.kv_cache_dtype == "int8",
         kv_token_bytes=page_bytes // config.page_size // num_devices,
         exchanged_bytes=exchanged_bytes,
+        windows=tuple(
+            window
+            for window in map(model_config.window_of, range(model_config.num_layers))
+            if window is not None
+        ),
     )
 
 
@@ -181,12 +193,18 @@ def predict_step(
     peak = (chip.int8_ops or chip.bf16_flops) if sizes.is_int8 else chip.bf16_flops
     bandwidth = chip.hbm_bytes_per_s
     layer_bytes = sizes.read_bytes(num_tokens)
-    layer_compute_s = sizes.token_flops() * num_tokens / peak
+    first_share = 1 / sizes.num_layers
+    layer_compute_s = (
+        sizes.token_flops()
+        * num_tokens
+        * ((1 - first_share) / peak + first_share / chip.bf16_flops)
+    )
     head_compute_s = sizes.head_flops * num_logits / peak
     matmul_s = max(layer_bytes / bandwidth, layer_compute_s)
     matmul_s += max(sizes.head_bytes / bandwidth, head_compute_s)
     attention_s = sum(_attention_s(sizes, chip, group) for group in groups)
-    kv_bytes = sum(group.num_seqs * group.context for group in groups) * sizes.kv_token_bytes
+    attended = sum(group.num_seqs * sizes.attended(group.context) for group in groups)
+    kv_bytes = attended * sizes.kv_token_bytes
     read_s = (layer_bytes + sizes.head_bytes + kv_bytes) / bandwidth
     row_bytes = 4 * (8 * sizes.hidden_size + 3 * sizes.ffn_size)
     return StepTime(
@@ -201,12 +219,12 @@ def predict_step(
 
 def _attention_s(sizes: StepSizes, chip: Chip, group: Group) -> float:
     if group.q_len <= 8:
-        kv_bytes = group.num_seqs * group.context * sizes.kv_token_bytes
+        kv_bytes = group.num_seqs * sizes.attended(group.context) * sizes.kv_token_bytes
         per_mib = chip.decode_int8_bundles if sizes.is_kv_int8 else chip.decode_bundles
         bundles = kv_bytes / _MIB * per_mib
         return max(kv_bytes / chip.hbm_bytes_per_s, bundles / chip.clock_hz)
     # A query sees half of the chunk that it is part of.
-    scores = group.num_seqs * group.q_len * (group.context - group.q_len / 2)
+    scores = group.num_seqs * group.q_len * sizes.attended(group.context - group.q_len / 2)
     units = scores / (32 * 512) * sizes.num_heads / 32 * sizes.num_layers
     return units * chip.prefill_bundles / chip.clock_hz
 

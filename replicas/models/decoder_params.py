@@ -8,6 +8,7 @@ with zeros, which add nothing: heads and channels of the MLP in pairs of produce
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -20,11 +21,34 @@ from replicas.models.sharding import round_up, shard_heads
 type Pack = Callable[[Any], Any]
 
 
+class Packing(NamedTuple):
+    """How matmul operands come into the layout of a platform's kernels.
+
+    Attributes:
+        linear: of a weight [N, K], for `layers.linear`.
+        gate_up: of fused gates and ups [2F, K], for `layers.gated_linear`; None: `linear`.
+        experts: of the weights [E, N, K] of experts, for `layers.linear_of_experts`; None: they
+            keep their layout.
+    """
+
+    linear: Pack
+    gate_up: Pack | None = None
+    experts: Pack | None = None
+
+    def wrapped(self, wrap: Callable[[Pack], Pack]) -> Packing:
+        """Return the packing whose functions are these, each wrapped."""
+        return Packing(
+            wrap(self.linear),
+            self.gate_up and wrap(self.gate_up),
+            self.experts and wrap(self.experts),
+        )
+
+
 @runtime_checkable
 class PackableParams(Protocol):
     """Weights that know which of them are matmul operands."""
 
-    def packed(self, config: ModelConfig, pack: Pack, pack_gate_up: Pack | None) -> Any:
+    def packed(self, config: ModelConfig, packing: Packing) -> Any:
         """Return the same tree with operands in the layout of a platform's kernels."""
         ...
 
@@ -50,10 +74,10 @@ class AttentionParams(NamedTuple):
     k_norm: Any = None
     sinks: Any = None
 
-    def packed(self, config: ModelConfig, pack: Pack, pack_gate_up: Pack | None) -> AttentionParams:
+    def packed(self, config: ModelConfig, packing: Packing) -> AttentionParams:
         """See `PackableParams`."""
-        del config, pack_gate_up
-        return self._replace(qkv=pack(self.qkv), out=pack(self.out))
+        del config
+        return self._replace(qkv=packing.linear(self.qkv), out=packing.linear(self.out))
 
 
 class GatedMlpParams(NamedTuple):
@@ -71,11 +95,11 @@ class GatedMlpParams(NamedTuple):
     down: Any
     down_bias: Any
 
-    def packed(self, config: ModelConfig, pack: Pack, pack_gate_up: Pack | None) -> GatedMlpParams:
+    def packed(self, config: ModelConfig, packing: Packing) -> GatedMlpParams:
         """See `PackableParams`; the fused kernel is for SiLU without a bias."""
         is_fused = config.activation == "silu" and self.gate_up_bias is None
-        pack_fused = pack_gate_up if pack_gate_up is not None and is_fused else pack
-        return self._replace(gate_up=pack_fused(self.gate_up), down=pack(self.down))
+        pack_gate_up = packing.gate_up if packing.gate_up and is_fused else packing.linear
+        return self._replace(gate_up=pack_gate_up(self.gate_up), down=packing.linear(self.down))
 
 
 class LayerParams(NamedTuple):
@@ -125,10 +149,10 @@ class MlpParams(NamedTuple):
     down: Any
     down_bias: Any
 
-    def packed(self, config: ModelConfig, pack: Pack, pack_gate_up: Pack | None) -> MlpParams:
+    def packed(self, config: ModelConfig, packing: Packing) -> MlpParams:
         """See `PackableParams`."""
-        del config, pack_gate_up
-        return self._replace(up=pack(self.up), down=pack(self.down))
+        del config
+        return self._replace(up=packing.linear(self.up), down=packing.linear(self.down))
 
 
 class NormNames(NamedTuple):
@@ -169,27 +193,28 @@ class DecoderParams(NamedTuple):
 def prepare_params(
     params: DecoderParams,
     config: ModelConfig,
-    pack: Pack,
-    pack_gate_up: Pack | None = None,
+    packing: Packing,
     stack: Callable[[Iterable[Any]], Iterable[Any]] = tuple,
+    *,
+    first: Packing | None = None,
 ) -> DecoderParams:
-    """Return the weights with every matmul operand replaced by `pack(weight)`.
+    """Return the weights with every matmul operand replaced by what `packing` makes of it.
 
-    The hook for layouts that a platform's kernels want: `layers.linear` receives what `pack`
-    returned, `layers.gated_linear` what `pack_gate_up` did. `stack` takes the layers one by one, as
-    they are packed. A tied head becomes a packed copy of its own, since the lookup needs plain
+    `stack` takes the layers one by one, as they are packed; the first of them is packed by `first`,
+    if that is given. A tied head becomes a packed copy of its own, since the lookup needs plain
     rows.
     """
 
-    def pack_layer(layer: Any) -> Any:
+    def pack_layer(layer: Any, packing: Packing) -> Any:
         return jax.tree.map(
-            lambda node: node.packed(config, pack, pack_gate_up) if _is_packable(node) else node,
+            lambda node: node.packed(config, packing) if _is_packable(node) else node,
             layer,
             is_leaf=_is_packable,
         )
 
-    head = pack(params.embedding if params.head is None else params.head)
-    return params._replace(layers=stack(pack_layer(layer) for layer in params.layers), head=head)
+    head = packing.linear(params.embedding if params.head is None else params.head)
+    packings = itertools.chain((first or packing,), itertools.repeat(packing))
+    return params._replace(layers=stack(map(pack_layer, params.layers, packings)), head=head)
 
 
 def decoder_specs(

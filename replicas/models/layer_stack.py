@@ -26,14 +26,18 @@ class LayerStack:
     Attributes:
         stack: a layer's tree with leaves [L, ...].
         num_layers: L.
+        first: a layer before these, in a layout of its own; None for none.
     """
 
     stack: Any
     num_layers: int = dataclasses.field(metadata={"static": True})
+    first: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield each layer, as a tree of views."""
-        return (self._at(index) for index in range(self.num_layers))
+        if self.first is not None:
+            yield self.first
+        yield from map(self._at, range(self.num_layers))
 
     def _at(self, index: int) -> Any:
         def view(leaf: Any) -> Any:
@@ -44,12 +48,20 @@ class LayerStack:
         return jax.tree.map(view, self.stack, is_leaf=_is_packed)
 
 
-def stack_layers(layers: Iterable[Any], *, num_layers: int) -> LayerStack:
+def stack_layers(layers: Iterable[Any], *, num_layers: int, has_first: bool = False) -> LayerStack:
     """Stack layers on the host as they come: memory holds one of them beside the stack.
+
+    Args:
+        layers: all of them.
+        num_layers: how many.
+        has_first: the first has a layout of its own.
 
     Raises:
         ValueError: a layer differs from the first in structure, shapes or dtypes.
     """
+    layers = iter(layers)
+    first = next(layers) if has_first else None
+    num_layers -= has_first
     tree, stacks = None, []
     for index, layer in enumerate(layers):
         leaves, structure = jax.tree.flatten(layer)
@@ -62,15 +74,20 @@ def stack_layers(layers: Iterable[Any], *, num_layers: int) -> LayerStack:
         for stack, leaf in zip(stacks, leaves, strict=True):
             stack[index] = leaf
     assert tree is not None
-    return LayerStack(tree.unflatten(jax.device_put(stacks)), num_layers)
+    return LayerStack(tree.unflatten(jax.device_put(stacks)), num_layers, first)
 
 
-def abstract_stack(layers: Iterable[Any], *, num_layers: int) -> LayerStack:
+def abstract_stack(
+    layers: Iterable[Any], *, num_layers: int, has_first: bool = False
+) -> LayerStack:
     """Return the shapes of what `stack_layers` would make of layers that are shapes."""
-    first = next(iter(layers))
+    layers = iter(layers)
+    first = next(layers) if has_first else None
+    num_layers -= has_first
     return LayerStack(
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers, *x.shape), x.dtype), first),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct((num_layers, *x.shape), x.dtype), next(layers)),
         num_layers,
+        first,
     )
 
 

@@ -18,6 +18,7 @@ from kernels import int8_reference
 from kernels.cpu import int8_matmul, matmul
 from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
 from kernels.cpu.matmul import PackedGateUp, PackedWeight
+from kernels.grouped_matmul import grouped_int8_matmul, grouped_matmul
 from kernels.int8_reference import Int8Matrix
 from replicas.config import Activation
 
@@ -32,8 +33,8 @@ def linear(
 ) -> Float32[Array, "T N"]:
     """Project rows by a weight stored [out, in], accumulating in f32.
 
-    Every matmul of every family comes through here or through `gated_linear`: a packed weight
-    brings its own kernel, which computes the rows in use only. XLA computes them all.
+    Every matmul of every family comes through here, `gated_linear` or `linear_of_experts`: a packed
+    weight brings its own kernel, which computes the rows in use only. XLA computes them all.
     """
     if isinstance(weight, PackedWeight):
         return matmul.linear(x, weight, num_rows, out_dtype=jnp.float32)
@@ -42,6 +43,22 @@ def linear(
     if isinstance(weight, Int8Matrix):
         return int8_reference.int8_linear(x, weight)
     return _dot(x, weight)
+
+
+def linear_of_experts(
+    x: Float[Array, "R K"],
+    weight: Float[Array, "E N K"] | Int8Weight | Int8Matrix,
+    group_sizes: Int32[Array, " E"],
+) -> Float32[Array, "R N"]:
+    """Project rows that are sorted by expert, each by its expert's weight, accumulating in f32.
+
+    The first `group_sizes[0]` rows are of expert 0 and so on; rows past the last come out as zeros.
+    """
+    if isinstance(weight, Int8Weight):
+        return int8_matmul.linear_of_experts(x, weight, group_sizes)
+    if isinstance(weight, Int8Matrix):
+        return grouped_int8_matmul(x, weight, group_sizes)
+    return grouped_matmul(x, weight, group_sizes)
 
 
 def _dot(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float32[Array, "T N"]:

@@ -19,7 +19,7 @@ from replicas.config import ModelConfig
 from replicas.models import layers
 from replicas.models.data_parallel import OwnSequences
 from replicas.models.decoder import StepContext, project_heads_out
-from replicas.models.decoder_params import Pack, norm_spec
+from replicas.models.decoder_params import Packing, norm_spec
 from replicas.models.derived_spec import ConvertedSpec
 from replicas.models.kv_cache import KVPages
 from replicas.models.param_spec import ParamSpec, Source
@@ -62,11 +62,10 @@ class LatentAttentionParams(NamedTuple):
     out: Any
     out_bias: Any
 
-    def packed(
-        self, config: ModelConfig, pack: Pack, pack_gate_up: Pack | None
-    ) -> LatentAttentionParams:
+    def packed(self, config: ModelConfig, packing: Packing) -> LatentAttentionParams:
         """See `PackableParams`."""
-        del config, pack_gate_up
+        del config
+        pack = packing.linear
         return self._replace(down=pack(self.down), q=pack(self.q), out=pack(self.out))
 
 

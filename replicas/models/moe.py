@@ -9,13 +9,12 @@ nowhere.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kernels.grouped_matmul import grouped_matmul
 from replicas.config import MoEConfig
 from replicas.models import decoder, layers
 from replicas.models.decoder import StepContext
@@ -108,7 +107,7 @@ def _run_experts(
     moe = step.config.moe
     assert moe is not None
     num_rows, per_token = experts.shape
-    num_local = weights.gate_up.shape[0]
+    num_local = _num_experts(weights)
     first = 0 if step.axis_name is None else lax.axis_index(step.axis_name) * num_local
     local = experts - first
     is_row = jnp.arange(num_rows)[:, None] < step.inputs.num_tokens[None, :]
@@ -118,8 +117,8 @@ def _run_experts(
     sizes = jnp.sum(groups[:, None] == jnp.arange(num_local)[None, :], axis=0, dtype=jnp.int32)
     expert_of = jnp.minimum(groups[order], num_local - 1)  # any, for rows of no expert here
 
-    def multiply(x: Array, weight: Array, bias: Array | None) -> Float32[Array, "R N"]:
-        out = grouped_matmul(x.astype(step.dtype), weight, sizes)
+    def multiply(x: Array, weight: Any, bias: Array | None) -> Float32[Array, "R N"]:
+        out = layers.linear_of_experts(x.astype(step.dtype), weight, sizes)
         return out if bias is None else out + bias[expert_of]
 
     gate_up = multiply(normed[order // per_token], weights.gate_up, weights.gate_up_bias)
@@ -129,6 +128,11 @@ def _run_experts(
     outputs = down[positions].reshape(num_rows, per_token, -1)
     outputs = jnp.where(is_local[:, :, None], outputs * factors[:, :, None], 0.0)
     return _add_columns(outputs)
+
+
+def _num_experts(weights: ExpertParams) -> int:
+    """Return how many experts this shard holds, in whatever layout."""
+    return jax.tree.leaves(weights.down)[0].shape[0]
 
 
 def _gate(gate_up: Float32[Array, "R 2F"], step: StepContext) -> Float32[Array, "R F"]:

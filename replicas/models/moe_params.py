@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from replicas.config import ModelConfig
 from replicas.models import decoder_params
-from replicas.models.decoder_params import DecoderParams, GatedMlpParams, Pack
+from replicas.models.decoder_params import DecoderParams, GatedMlpParams, Packing
 from replicas.models.derived_spec import StackSpec
 from replicas.models.param_spec import ParamSpec, Source
 from replicas.models.sharding import round_up
@@ -46,6 +46,14 @@ class ExpertParams(NamedTuple):
     down: Any
     gate_up_bias: Any = None
     down_bias: Any = None
+
+    def packed(self, config: ModelConfig, packing: Packing) -> ExpertParams:
+        """See `PackableParams`."""
+        del config
+        if packing.experts is None:
+            return self
+        gate_up, down = packing.experts(self.gate_up), packing.experts(self.down)
+        return self._replace(gate_up=gate_up, down=down)
 
 
 class MoEParams(NamedTuple):
@@ -133,13 +141,12 @@ def expert_specs(
 def prepare_params(
     params: DecoderParams,
     config: ModelConfig,
-    pack: Pack,
-    pack_gate_up: Pack | None = None,
+    packing: Packing,
     *_: Any,
+    first: Packing | None = None,
 ) -> DecoderParams:
     """As `decoder_params.prepare_params`, for layers that stay apart.
 
     They differ from each other in some families, and a slice of stacked experts would be a copy.
-    The experts themselves keep their layout.
     """
-    return decoder_params.prepare_params(params, config, pack, pack_gate_up)
+    return decoder_params.prepare_params(params, config, packing, first=first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import numpy as np
 
 from kernels.cpu.matmul import pack, pack_gate_up
 from replicas.config import ModelConfig
+from replicas.models.decoder_params import Pack, Packing
 from replicas.models.layer_stack import abstract_stack, stack_layers
 from replicas.models.registry import get_family
 
@@ -35,39 +35,51 @@ def pack_params(params: Any, config: ModelConfig, *, consumes: bool = False) -> 
         consumes: free each weight once it is packed; else host memory holds both trees.
     """
     stack = functools.partial(stack_layers, num_layers=config.num_layers)
-    packs = consuming(pack, params), consuming(pack_gate_up, params)
-    if not consumes:
-        packs = pack, pack_gate_up
-    return jax.device_put(get_family(config).prepare_params(params, config, *packs, stack))
+    packing = Packing(linear=pack, gate_up=pack_gate_up)
+    if consumes:
+        packing = consuming(packing, params)
+    return jax.device_put(get_family(config).prepare_params(params, config, packing, stack))
 
 
-def consuming(pack_weight: Callable[[Any], Any], params: Any) -> Callable[[Any], Any]:
-    """Return `pack_weight` that frees what it has packed, but an embedding that is looked up."""
+def consuming(packing: Packing, params: Any) -> Packing:
+    """Return `packing` that frees what it has packed, but an embedding that is looked up."""
 
-    def pack_and_free(weight: jax.Array) -> Any:
-        packed = pack_weight(weight)
-        if weight is not params.embedding:
-            weight.delete()
-            # jax lets go of host memory that it was lent when Python next collects garbage.
-            gc.collect(0)
-        return packed
+    def bind(pack_weight: Pack) -> Pack:
+        def pack_and_free(weight: jax.Array) -> Any:
+            packed = pack_weight(weight)
+            if packed is not weight and weight is not params.embedding:
+                weight.delete()
+                # jax lets go of host memory that it was lent when Python next collects garbage.
+                gc.collect(0)
+            return packed
 
-    return pack_and_free
+        return pack_and_free
+
+    return packing.wrapped(bind)
 
 
 def abstract_packed_params(params: Any, config: ModelConfig) -> Any:
     """Return what `pack_params` would make of abstract weights; packs one of each shape."""
     stack = functools.partial(abstract_stack, num_layers=config.num_layers)
-    prepare = get_family(config).prepare_params
-    return prepare(params, config, on_shapes(pack), on_shapes(pack_gate_up), stack)
+    packing = on_shapes(Packing(linear=pack, gate_up=pack_gate_up))
+    return get_family(config).prepare_params(params, config, packing, stack)
 
 
-def on_shapes(pack_weight: Callable[[np.ndarray], Any]) -> Callable[[jax.ShapeDtypeStruct], Any]:
-    """Return `pack_weight` from shapes to shapes; it packs zeros, once for each shape."""
+def on_shapes(packing: Packing) -> Packing:
+    """Return `packing` from shapes to shapes; it packs zeros, once for each shape."""
 
-    @functools.cache
-    def pack_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-        packed = pack_weight(np.zeros(shape, dtype))
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), packed)
+    def bind(pack_weight: Pack) -> Pack:
+        @functools.cache
+        def pack_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Any:
+            experts = shape[:-2]  # of which one is packed: they may be many
+            packed = pack_weight(np.zeros((*(1 for _ in experts), *shape[-2:]), dtype))
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(
+                    (*experts, *leaf.shape[len(experts) :]), leaf.dtype
+                ),
+                packed,
+            )
 
-    return lambda weight: pack_zeros(weight.shape, weight.dtype)
+        return lambda weight: pack_zeros(weight.shape, weight.dtype)
+
+    return packing.wrapped(bind)

@@ -52,8 +52,8 @@ class ModelFamily:
         param_specs: the parameter tree with a `ParamSpec` at every leaf.
         forward: (params, kv_pages, inputs, config, *, attention) -> (hidden, kv_pages).
         compute_logits: (params, hidden rows, rows in use, config) -> f32 logits.
-        prepare_params: (params, config, pack, pack_gate_up, stack) -> params in the layout of
-            native kernels.
+        prepare_params: (params, config, packing, stack, *, first) -> params in the layout of a
+            platform's kernels; see `decoder_params.prepare_params`.
     """
 
     parse_config: Callable[[RawConfig], ModelConfig]

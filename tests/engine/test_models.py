@@ -14,7 +14,7 @@ from kernels import reference
 from kernels.cpu import attention, library, matmul
 from replicas.config import EngineConfig, ModelConfig, RopeConfig
 from replicas.models import decoder, layers, llama, rope, sharding
-from replicas.models.decoder_params import prepare_params
+from replicas.models.decoder_params import Packing, prepare_params
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages, bytes_per_page
 from replicas.models.layer_stack import LayerStack, stack_layers
@@ -172,7 +172,7 @@ def test_sharded_int8_logits_stay_close_to_the_naive_model(tmp_path: Path) -> No
     shardings = sharding.param_shardings(specs, mesh)
     params = load_params(path, config, dtype=jnp.float32, shardings=shardings, num_shards=2)
     params = quantize_params(params, config, is_native=False)
-    down = params.layers[0].mlp.down
+    down = params.layers[1].mlp.down
     assert tuple(down.values.sharding.spec) == (None, sharding.TENSOR_AXIS)
     assert down.scales.shape == (2 * 64,), "each device has scales of its own inputs"
     assert down.rotation == 8, "of the 24 inputs on each device"
@@ -351,7 +351,7 @@ def test_prepared_weights_reach_every_matmul_and_a_tied_head_keeps_its_embedding
         packed.append(weight.shape)
         return weight + 1.0
 
-    prepared = prepare_params(params, SMALL_LAYERS, pack)
+    prepared = prepare_params(params, SMALL_LAYERS, Packing(linear=pack))
     assert len(packed) == 4 * SMALL_LAYERS.num_layers + 1
     assert prepared.embedding is params.embedding
     np.testing.assert_array_equal(prepared.head, params.embedding + 1.0)
@@ -362,7 +362,8 @@ def test_stacked_layers_and_pages_give_the_bits_of_separate_ones() -> None:
     library.load()
     params = random_params(SMALL_LAYERS, "bfloat16")
     stacked = pack_params(params, SMALL_LAYERS)
-    separate = prepare_params(params, SMALL_LAYERS, matmul.pack, matmul.pack_gate_up)
+    packing = Packing(linear=matmul.pack, gate_up=matmul.pack_gate_up)
+    separate = prepare_params(params, SMALL_LAYERS, packing)
     assert isinstance(stacked.layers, LayerStack)
     assert len(jax.tree.leaves(stacked)) == 3 + 6
 

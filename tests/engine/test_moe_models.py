@@ -11,17 +11,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from bench import golden
+from bench import golden, paged_forward
 from bench.paged_forward import PagedForward
 from kernels import mla_reference, reference
-from replicas.config import EngineConfig, ModelConfig
+from replicas.config import EngineConfig, ModelConfig, Quantization
 from replicas.engine.startup import resolve_config
 from replicas.models import sharding
 from replicas.models.inputs import ModelInputs
 from replicas.models.kv_cache import allocate_kv_pages
+from replicas.models.moe_params import MoEParams
 from replicas.models.param_spec import ParamSpec
+from replicas.models.quantize import abstract_quantized_params, quantize_params
 from replicas.models.registry import UnsupportedModelError, get_family, load_model_config
-from replicas.models.weights import CheckpointError, load_params
+from replicas.models.weights import CheckpointError, abstract_params, load_params
 from tests.engine.test_models import prefill_inputs
 from tests.naive_moe import NaiveMoE
 
@@ -149,16 +151,23 @@ def test_options_equal_the_naive_model(
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16"), ("deepseek_v3", "float32")],
+    ("name", "dtype", "quantization"),
+    [
+        ("qwen3_moe", "float32", "none"),
+        ("qwen3_moe", "bfloat16", "none"),
+        ("qwen3_moe", "bfloat16", "int8"),
+        ("deepseek_v3", "float32", "none"),
+        ("deepseek_v3", "float32", "int8"),
+    ],
 )
 def test_chunks_of_a_prompt_give_the_bits_of_the_whole(
-    golden_dir: Path, name: str, dtype: str
+    golden_dir: Path, name: str, dtype: str, quantization: Quantization
 ) -> None:
     """The rows of a step share experts, and padding rows fill it: neither changes a bit."""
     path = golden_dir / name
+    options: dict[str, Any] = {"dtype": dtype, "quantization": quantization}
     logits = [
-        PagedForward(path, dtype=dtype, chunk_size=chunk_size, page_size=page_size).logits(PROMPT)
+        PagedForward(path, **options, chunk_size=chunk_size, page_size=page_size).logits(PROMPT)
         for chunk_size, page_size in ((64, 16), (8, 8))
     ]
     np.testing.assert_array_equal(logits[1], logits[0])
@@ -317,12 +326,63 @@ def test_gpt_oss_without_rope_keys_has_the_yarn_of_its_class(
     assert (rope.truncates, rope.original_max_position_embeddings) == (False, 4096)
 
 
+def write_all_picked(path: Path, golden_dir: Path, name: str) -> Path:
+    """A variant whose router picks every expert, so that rounding cannot change its choice."""
+    raw = json.loads((golden_dir / name / "config.json").read_text())
+    key = "n_routed_experts" if "n_routed_experts" in raw else "num_local_experts"
+    overrides = {"num_experts_per_tok": raw[key]}
+    if "n_group" in raw:
+        overrides |= {"n_group": 1, "topk_group": 1}
+    return write_variant(path, golden_dir / name, overrides)
+
+
+@pytest.mark.parametrize("has_native", [True, False], ids=["native", "jnp"])
 @pytest.mark.parametrize("name", NAMES)
-def test_int8_is_refused(golden_dir: Path, name: str) -> None:
-    config = EngineConfig(model="", num_pages=8, quantization="int8")
-    model_config = load_model_config(golden_dir / name)
-    with pytest.raises(UnsupportedModelError, match="quantization = 'int8'"):
-        resolve_config(config, model_config, platform="cpu", has_native=True)
+def test_int8_logits_stay_close_to_the_naive_model(
+    golden_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    has_native: bool,
+) -> None:
+    monkeypatch.setattr(paged_forward, "_has_native", lambda: has_native)
+    path = write_all_picked(tmp_path, golden_dir, name)
+    expected = NaiveMoE(path).logits(PROMPT)
+    logits = PagedForward(path, dtype="float32", quantization="int8", page_size=8).logits(PROMPT)
+    error = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
+    assert 1e-4 < error < 0.06
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "jnp"])
+@pytest.mark.parametrize("name", NAMES)
+def test_experts_in_int8_take_half_the_memory_and_routers_stay_exact(
+    golden_dir: Path, name: str, is_native: bool
+) -> None:
+    config = load_model_config(golden_dir / name)
+    params = load_params(golden_dir / name, config, dtype=jnp.bfloat16)
+    quantized = quantize_params(params, config, is_native=is_native)
+    layers = zip(params.layers[1:], tuple(quantized.layers)[1:], strict=True)
+    pairs = [
+        (before.mlp, after.mlp) for before, after in layers if isinstance(before.mlp, MoEParams)
+    ]
+    for before, after in pairs:
+        jax.tree.map(np.testing.assert_array_equal, after.router, before.router)
+        for name in ("gate_up", "down"):
+            plain = getattr(before.experts, name)
+            num_experts, num_outputs, _ = plain.shape
+            num_scales = num_experts * num_outputs
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(getattr(after.experts, name)))
+            assert size == plain.nbytes // 2 + 4 * num_scales
+    assert pairs
+    abstract = abstract_quantized_params(
+        abstract_params(config, dtype=jnp.bfloat16), config, is_native=is_native
+    )
+    assert jax.tree.structure(abstract) == jax.tree.structure(quantized)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_equal((a.shape, a.dtype), (b.shape, b.dtype)),
+        abstract,
+        quantized,
+    )
 
 
 def test_attention_over_latents_has_one_kernel(golden_dir: Path) -> None:

@@ -181,6 +181,30 @@ def test_check_compiles_experts_and_latents_for_a_slice(
     assert "8x8: fits" in lines[1]
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_check_compiles_experts_for_a_slice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, quantization: str
+) -> None:
+    source = Path(__file__).parents[1] / "golden" / name / "config.json"
+    wide = {"head_dim": 64, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    config = write_config(tmp_path, tensor_parallel=2, quantization=quantization)
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(json.loads(source.read_text()) | wide)
+    )
+    assert programs.main(["check", "--config", config, "--topology", "v6e:2x2"]) == 0
+    assert "8x8: fits" in capsys.readouterr().out.splitlines()[1]
+
+
+def test_layers_with_a_window_read_no_more_than_it() -> None:
+    model = Path(__file__).parents[1] / "golden" / "gemma3"  # 6 of 7 layers see 16 tokens
+    plan = plan_engine(EngineConfig(model=str(model), **ENGINE), tpu_topology.get_devices(TOPOLOGY))
+    short, long = (
+        predict_bucket(plan, CHIPS["v6e"], Bucket(8, 8), context=context) for context in (16, 256)
+    )
+    assert long.attention_s == pytest.approx(short.attention_s * (6 * 16 + 256) / (7 * 16))
+
+
 def test_latents_are_counted_on_the_device_that_holds_them() -> None:
     model = Path(__file__).parents[1] / "golden" / "deepseek_v3"
     devices = tpu_topology.get_devices("v6e:2x2")

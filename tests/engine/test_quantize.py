@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from bench import paged_forward
 from bench.paged_forward import PagedForward
 from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
+from kernels.cpu.matmul import PackedGateUp, PackedWeight
+from kernels.int8_reference import Int8Matrix
 from replicas.config import EngineConfig
 from replicas.models.packing import pack_params
 from replicas.models.quantize import quantize_params
@@ -52,10 +55,11 @@ def test_embedding_norms_and_biases_stay_as_they_are(tmp_path: Path) -> None:
     for name in ("embedding", "final_norm"):
         np.testing.assert_array_equal(getattr(quantized, name), getattr(params, name))
     assert isinstance(quantized.head, Int8Weight)
-    for before, after in zip(params.layers, quantized.layers, strict=True):
-        assert isinstance(after.mlp.gate_up, Int8GateUp)
+    for index, (before, after) in enumerate(zip(params.layers, quantized.layers, strict=True)):
+        is_kept = index == 0
+        assert isinstance(after.mlp.gate_up, PackedGateUp if is_kept else Int8GateUp)
         for weight in (after.attention.qkv, after.attention.out, after.mlp.down):
-            assert isinstance(weight, Int8Weight)
+            assert isinstance(weight, PackedWeight if is_kept else Int8Weight)
         for name in ("attention_norm", "mlp_norm"):
             np.testing.assert_array_equal(getattr(after, name), getattr(before, name))
         for name in ("qkv_bias", "out_bias"):
@@ -80,8 +84,28 @@ def test_weights_are_freed_as_they_are_packed(tmp_path: Path, kind: str, is_tied
     params, packed = pack(consumes=True)
     jax.tree.map(np.testing.assert_array_equal, packed, pack(consumes=False)[1])
     left = [leaf for leaf in jax.tree.leaves(params) if not leaf.is_deleted()]
-    assert all(leaf.ndim == 1 or leaf is params.embedding for leaf in left)
+    kept = [params.embedding, *(jax.tree.leaves(params.layers[0]) if kind == "int8" else ())]
+    assert all(leaf.ndim == 1 or any(leaf is other for other in kept) for leaf in left)
     assert any(leaf is params.embedding for leaf in left)
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "jnp"])
+def test_the_first_layer_keeps_its_weights_unless_it_is_the_only_one(
+    tmp_path: Path, is_native: bool
+) -> None:
+    path = write_checkpoint(tmp_path, {"num_hidden_layers": 3})
+    config = load_model_config(path)
+    params = load_params(path, config, dtype=jnp.float32)
+    first, *others = quantize_params(params, config, is_native=is_native).layers
+    jax.tree.map(np.testing.assert_array_equal, first, params.layers[0])
+    int8_weight = Int8Weight if is_native else Int8Matrix
+    assert [type(layer.mlp.down) for layer in others] == [int8_weight] * 2
+    [only] = quantize_params(
+        params._replace(layers=params.layers[:1]),
+        dataclasses.replace(config, num_layers=1),
+        is_native=is_native,
+    ).layers
+    assert isinstance(only.mlp.down, int8_weight)
 
 
 def test_what_int8_does_not_run_with_is_refused() -> None:

@@ -1,12 +1,15 @@
 import dataclasses
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from kernels import int8_reference
 from kernels.cpu import int8_matmul
+from kernels.grouped_matmul import grouped_int8_matmul
+from kernels.tpu import expert_matmul
 
 SHAPES = [(576, 576), (960, 576), (576, 1536), (33, 10), (1, 64), (100, 90), (7, 3)]
 
@@ -94,6 +97,67 @@ def test_only_the_rows_in_use_are_computed_and_their_bits_do_not_depend_on_the_c
     for begin, end in [(5, 6), (3, 10), (20, 33)]:
         part = function(x[begin:end], packed, out_dtype=dtype)
         np.testing.assert_array_equal(part, whole[begin:end])
+
+
+def draw_experts(sizes, num_padding, dtype="bfloat16"):
+    """Rows in order of their experts, NaN past the last; weights [E, 70, 96]; sizes."""
+    x, weights = draw(sum(sizes) + num_padding, 96, 70 * len(sizes), dtype)
+    x = x.at[sum(sizes) :].set(jnp.nan)
+    return x, weights.reshape(len(sizes), 70, 96), jnp.asarray(sizes, jnp.int32)
+
+
+def quantize_experts(weights):
+    matrix = int8_reference.quantize_weight(weights.reshape(-1, weights.shape[2]))
+    values = np.asarray(matrix.values).reshape(weights.shape)
+    scales = np.asarray(matrix.scales).reshape(weights.shape[:2])
+    return dataclasses.replace(matrix, values=values, scales=scales)
+
+
+@on_every_instruction_set
+@pytest.mark.parametrize("sizes", [[3, 0, 1, 25, 0, 2], [0, 0, 9, 0], [0, 0], [40]])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_each_row_is_multiplied_by_its_expert_and_rows_of_none_are_zeros(
+    sizes, dtype, instruction_set
+):
+    x, weights, group_sizes = draw_experts(sizes, 5, dtype)
+    multiply = jax.jit(int8_matmul.linear_of_experts)
+    out = np.asarray(multiply(x, int8_matmul.pack_experts(weights), group_sizes))
+    ends = np.cumsum(sizes)
+    for end, size, weight in zip(ends, sizes, weights, strict=True):
+        expected = reference(x, weight)[end - size : end]
+        np.testing.assert_array_equal(out[end - size : end], expected)
+    assert not out[ends[-1] :].any()
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 1, 25, 0, 2], [0, 40, 0, 100], [0, 0]])
+def test_every_way_to_multiply_by_experts_gives_the_same_bits(sizes):
+    x, weights, group_sizes = draw_experts(sizes, 5)
+    matrix = quantize_experts(weights)
+    expected = int8_matmul.linear_of_experts(x, int8_matmul.pack_experts(weights), group_sizes)
+    by_blocks = jax.jit(grouped_int8_matmul)(x, matrix, group_sizes)
+    np.testing.assert_array_equal(by_blocks, expected)
+    rows, row_scales = int8_reference.quantize_rows(x, rotation=matrix.rotation)
+    on_tpu = expert_matmul.multiply_experts(
+        rows, row_scales, jnp.asarray(matrix.values), matrix.scales, group_sizes, interpret=True
+    )
+    np.testing.assert_array_equal(on_tpu[: sum(sizes)], expected[: sum(sizes)])
+
+
+def test_int8_experts_lower_for_tpu_as_the_kernel():
+    x, weights, group_sizes = draw_experts([3, 0, 1], 5)
+    multiply = jax.jit(grouped_int8_matmul)
+    exported = jax.export.export(multiply, platforms=["tpu"])(
+        x, quantize_experts(weights), group_sizes
+    )
+    assert "tpu_custom_call" in exported.mlir_module()
+
+
+@pytest.mark.parametrize("sizes", [[30, 7], [-1, 3]])
+def test_sizes_of_more_rows_than_there_are_fail_at_run_time(sizes):
+    x, weights, _ = draw_experts([20, 16], 0)
+    multiply = jax.jit(int8_matmul.linear_of_experts)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="num_rows must lie in"):
+        multiply(x, int8_matmul.pack_experts(weights), jnp.asarray(sizes, jnp.int32))
 
 
 def test_each_layer_of_a_stack_is_its_own_weight():

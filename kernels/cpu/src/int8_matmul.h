@@ -24,6 +24,7 @@ struct Int8MatmulArgs {
   bool is_out_bf16;      // else f32
   bool is_silu;          // each group is 16 gates and their 16 ups: out = silu(gate) * up
   int64_t num_words() const { return (num_inputs + 3) / 4; }  // of a row
+  int64_t num_columns() const { return is_silu ? num_outputs / 2 : num_outputs; }  // of the output
 };
 
 struct Int8MatmulKernel {
