@@ -5,7 +5,7 @@ on slices and, with `--compile`, compiles the engine's own programs for them. `k
 takes a quarter of the heads and fewer variants. The last line is a summary.
 
 With `--gate`, exits with 1 on what is worse than the committed baseline: a loop with 5% more
-bundles or spills, a kernel that takes 25% longer to compile, a target that the baseline met, a loop
+bundles or spills, a kernel that takes 5% longer to compile, a target that the baseline met, a loop
 that only one of the two has; and where a program copies pages or takes too much memory. Targets
 that the baseline misses, too, are listed and counted.
 """
@@ -27,8 +27,7 @@ import jax
 from bench import llo
 from bench.report import format_table, result_path, stamp, write_json
 from bench.tpu_kernels import (
-    COMPILE_REGRESSION,
-    TOPOLOGIES,
+    REGRESSION,
     Baseline,
     KernelRow,
     measure_kernels,
@@ -43,7 +42,8 @@ from bench.tpu_programs import (
 from replicas.engine import tpu_topology
 
 BASELINE = Path(__file__).with_name("tpu_static_baseline.json")
-REGRESSION = 1.05
+GENERATIONS = ("v5e", "v6e", "tpu7x")
+"""That the baseline has; `--only v5p` counts one more."""
 _FREE_SPILLS = 16
 """Spills per unit that are not told apart from none: 5% of few is less than one."""
 TARGETS = {
@@ -97,13 +97,18 @@ def main() -> None:
         f"{len(misses)} known misses; {path.name}"
     )
     sys.stdout.flush()
-    os._exit(1 if args.gate and regressions else 0)  # libtpu keeps threads that do not end
+    os._exit(exit_status(regressions, is_gate=args.gate))  # libtpu keeps threads that do not end
+
+
+def exit_status(regressions: Sequence[str], *, is_gate: bool) -> int:
+    """What a run exits with."""
+    return 1 if is_gate and regressions else 0
 
 
 def _kernels(
     only: list[str] | None, *, is_small: bool, write_baseline: bool, counts_only: bool
 ) -> tuple[Sequence[KernelRow], list[str], list[str]]:
-    generations = only or list(TOPOLOGIES)
+    generations = only or list(GENERATIONS)
     baseline: Baseline = json.loads(BASELINE.read_text())
     if counts_only:
         baseline = {key: {**record, "compile_ratio": math.inf} for key, record in baseline.items()}
@@ -116,7 +121,7 @@ def _kernels(
             for row in measure_kernels(
                 Path(directory),
                 generation,
-                {} if write_baseline else baseline,  # each kernel is then timed several times
+                {} if write_baseline else baseline,
                 is_small=is_small,
             )
         ]
@@ -193,8 +198,6 @@ def kernel_regressions(row: KernelRow, recorded: Mapping[str, float]) -> list[st
     limits = {field: REGRESSION * figure for field, figure in recorded.items()}
     if "spills" in recorded:
         limits["spills"] = max(limits["spills"], recorded["spills"] + _FREE_SPILLS)
-    if "compile_ratio" in recorded:
-        limits["compile_ratio"] = COMPILE_REGRESSION * recorded["compile_ratio"]
     limits.pop("compile_s", None)  # of another machine, perhaps
     names = {"compile_ratio": "times a fixed program's time to compile"}
     return [

@@ -8,6 +8,7 @@ cache's dtype.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -297,7 +298,13 @@ class BlockShape:
 
 
 def attend_block(
-    shape: BlockShape, q: jax.Array, refs: BlockRefs, *, num_keys: Any, q_len: Any
+    shape: BlockShape,
+    q: jax.Array,
+    refs: BlockRefs,
+    *,
+    num_keys: Any,
+    q_len: Any,
+    between: Callable[[], None],
 ) -> State:
     """Attend to one block.
 
@@ -311,6 +318,7 @@ def attend_block(
         refs: its keys and values.
         num_keys: keys of the sequence from the block's first on.
         q_len: tokens in use; they are the sequence's last.
+        between: emits scalar work, once per element of `shape.chunks`, for the products to hide.
     """
     rows = shape.by_head(q.astype(jnp.float32))
     chunks = shape.chunks
@@ -321,6 +329,7 @@ def attend_block(
         own = scores
         if following is not None:
             scores = _product_with_keys(shape, rows, refs, following)
+        between()
         parts.append(_attend_heads(shape, own, refs, heads, num_keys=num_keys, q_len=q_len))
     return tuple(
         part[0] if len(part) == 1 else jnp.concatenate(part, axis=0)

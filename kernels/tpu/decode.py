@@ -5,7 +5,9 @@ partial sums do not depend on each other, so that one item's products fill the o
 and are then merged in order. Key blocks begin at absolute positions and a partial result does not
 depend on the running maximum: a row's bits depend on its own sequence only.
 
-Pages come as `page_stream` brings them; queries and new keys of round r + 1 come beside its pages.
+Pages come as `page_stream` brings them, queries and new keys beside them. With three slots, round
+r + 2 is asked for between the products of round r, which hide that work, while r + 1 is on its way;
+with two, where three would not fit, r + 1 is before r is waited for.
 
 | array | shape | where |
 |---|---|---|
@@ -13,16 +15,17 @@ Pages come as `page_stream` brings them; queries and new keys of round r + 1 com
 | out | [T, H, D] | HBM, by rows |
 | pages | [N, 2K, page, D] | HBM, whole pages in, tiles of rows out |
 | scales of 8-bit pages | [N, 2K, page] | HBM, those of whole pages in and out |
-| page buffer | [2, items * block_pages, 2K, page, D] | VMEM, nearly all of the kernel's memory |
+| page buffer | [slots, items * block_pages, 2K, page, D] | VMEM, nearly all there is |
 
 Example: H = 32, K = 8, D = 128, pages of 128 tokens in bf16 are 512 KiB each; 2 items of 8 pages
-make a round of 8 MiB and a buffer of 16 MiB.
+make a round of 8 MiB and a buffer of 24 MiB.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,7 +47,6 @@ from kernels.tpu.block import (
 )
 from kernels.tpu.page_stream import (
     IDS_SLOTS,
-    SLOTS,
     Items,
     PageStream,
     stream_scratch,
@@ -62,14 +64,21 @@ class DecodeShape:
     Attributes:
         block: heads, sizes and dtypes of one item.
         round_items: items per round.
+        num_slots: rounds whose inputs are in memory or on their way, 2 or 3.
     """
 
     block: BlockShape
     round_items: int
+    num_slots: int
+
+    @property
+    def num_ahead(self) -> int:
+        """Rounds whose inputs are on their way while one is computed."""
+        return self.num_slots - 1
 
 
 class _Pending(NamedTuple):
-    """SMEM counters [2] of what was started for a buffer slot and not waited for."""
+    """SMEM counters [slots] of what was started for a buffer slot and not waited for."""
 
     pages: Any
     rows: Any
@@ -123,17 +132,18 @@ def decode_attention[P: jax.Array | QuantizedPages](
     block = shape.block
     num_rows = shape.round_items * block.max_q_len
     by_row = pltpu.VMEM((block.num_rows, LANES), jnp.float32)
-    counter = pltpu.SMEM((SLOTS,), jnp.int32)
-    semaphores = pltpu.SemaphoreType.DMA((SLOTS,))
+    num_slots = shape.num_slots
+    counter = pltpu.SMEM((num_slots,), jnp.int32)
+    semaphores = pltpu.SemaphoreType.DMA((num_slots,))
     row_shape = (block.num_heads, block.row_lanes)
-    tiles = (SLOTS, shape.round_items, _MAX_TILES)
+    tiles = (num_slots, shape.round_items, _MAX_TILES)
     num_kv_rows = 2 * block.num_kv_heads
     scales = pltpu.VMEM((*tiles, num_kv_rows, block.page_size), jnp.float32)
     buffers = _Buffers(
-        qkv=pltpu.VMEM((SLOTS, num_rows, *qkv.shape[1:]), qkv.dtype),
+        qkv=pltpu.VMEM((num_slots, num_rows, *qkv.shape[1:]), qkv.dtype),
         tiles=pltpu.VMEM((*tiles, num_kv_rows, block.tile_rows, block.row_lanes), block.kv_dtype),
         scales=scales if block.has_scales else None,
-        out=pltpu.VMEM((SLOTS, num_rows, *row_shape), out.dtype),
+        out=pltpu.VMEM((num_slots, num_rows, *row_shape), out.dtype),
         top=by_row,
         total=by_row,
         acc=pltpu.VMEM((block.num_rows, block.row_lanes), jnp.float32),
@@ -156,7 +166,7 @@ def decode_attention[P: jax.Array | QuantizedPages](
             out_specs=[any_space] * (1 + len(cache)),
             scratch_shapes=[
                 buffers,
-                stream_scratch(block, round_items=shape.round_items),
+                stream_scratch(block, round_items=shape.round_items, num_slots=num_slots),
                 _Pending(*[counter] * len(_Pending._fields)),
             ],
         ),
@@ -181,29 +191,37 @@ def _run(shape: DecodeShape, *refs: Any) -> None:
     kernel = _Kernel(shape, stream, qkv, out, sinks, buffers, pending)
     num_rounds = pl.cdiv(plan.num_items[0], shape.round_items)
     for counter in pending:
-        for slot in range(SLOTS):
+        for slot in range(shape.num_slots):
             counter[slot] = 0
 
     @pl.when(num_rounds > 0)
     def _() -> None:
-        seq = stream.start_ids(0, jnp.int32(0))
-        seq = stream.start_ids(1, seq)
-        kernel.start_inputs(0)
+        ahead, num_slots = shape.num_ahead, shape.num_slots
+        seq = jnp.int32(0)
+        for index in range(ahead + 1):
+            seq = stream.start_ids(index, seq)
+        for index in range(ahead):
+            stream.wait_ids(index)
+            _call(kernel.input_starts(index))
 
         def run_round(index: jax.Array, seq: jax.Array) -> jax.Array:
-            seq = stream.start_ids(index + 2, seq)
-            kernel.wait_outputs((index + 1) % SLOTS)
-            kernel.start_inputs(index + 1)
+            kernel.wait_outputs((index + ahead) % num_slots)  # of the round before this one
+            stream.wait_ids(index + ahead)
+            starts = kernel.input_starts(index + ahead)
+            if ahead == 1:  # nothing else would be on its way once this round's inputs are there
+                _call(starts)
+                starts = []
             kernel.wait_inputs(index)
             kernel.finish_blocks(index)
-            kernel.compute(index)
+            seq = stream.start_ids(index + ahead + 1, seq)
+            kernel.compute(index, starts)
             kernel.start_outs(index)
             return seq
 
         lax.fori_loop(0, num_rounds, run_round, seq)
         # Stages run ahead of the last round: what they started must land before the kernel ends.
-        stream.wait_ids(num_rounds + 1)
-        kernel.wait_outputs((num_rounds + 1) % SLOTS)
+        stream.wait_ids(num_rounds + ahead)
+        kernel.wait_outputs((num_rounds + ahead) % num_slots)
 
 
 @dataclass(frozen=True)
@@ -223,38 +241,42 @@ class _Kernel:
         """What is known of the items."""
         return self.stream.scratch.items
 
-    def start_inputs(self, index: Any) -> None:
-        """Fetch the pages, queries and new keys of a round's items."""
-        self.stream.wait_ids(index)
-        slot, ids_slot = index % SLOTS, index % IDS_SLOTS
+    def input_starts(self, index: Any) -> list[Callable[[], None]]:
+        """Count a round's inputs; returns what fetches its pages, queries and new keys."""
+        slot, ids_slot = index % self.shape.num_slots, index % IDS_SLOTS
         block = self.shape.block
+        starts: list[Callable[[], None]] = []
         num_pages, num_rows, num_tails = 0, 0, 0
+
+        def start_row(j: int, i: int, q_len: Any) -> None:
+            @pl.when(i < q_len)
+            def _() -> None:
+                row = self.item.first_row[ids_slot, j] + i
+                self._row_copy(slot, j * block.max_q_len + i, row).start()
+
         for j in range(self.shape.round_items):
             num_keys, q_len = self.item.num_keys[ids_slot, j], self.item.q_len[ids_slot, j]
-            num_pages += self.stream.start_pages(index, j)
-            for i in range(block.max_q_len):
-
-                @pl.when(i < q_len)
-                def _(j: int = j, i: int = i) -> None:
-                    row = self.item.first_row[ids_slot, j] + i
-                    self._row_copy(slot, j * block.max_q_len + i, row).start()
-
+            page_starts, count = self.stream.page_starts(index, j)
+            starts += page_starts
+            starts += [functools.partial(start_row, j, i, q_len) for i in range(block.max_q_len)]
+            num_pages += count
             num_rows += q_len
             num_tails += block.has_tail(num_keys, q_len).astype(jnp.int32)
         self.pending.pages[slot] = num_pages
         self.pending.rows[slot] = num_rows
         self.pending.tails[slot] = num_tails
+        return starts
 
     def wait_inputs(self, index: Any) -> None:
         """Wait for all inputs of a round."""
-        slot = index % SLOTS
+        slot = index % self.shape.num_slots
         buffers, pending = self.buffers, self.pending
         self.stream.wait_pages(index, pending.pages[slot])
         wait_rows(buffers.qkv.at[slot], buffers.row_sem.at[slot], count=pending.rows[slot])
 
     def finish_blocks(self, index: Any) -> None:
         """Put new keys and values into their blocks and into HBM, and clear what follows them."""
-        slot, ids_slot = index % SLOTS, index % IDS_SLOTS
+        slot, ids_slot = index % self.shape.num_slots, index % IDS_SLOTS
 
         def finish_item(j: jax.Array, carry: None) -> None:
             num_keys, q_len = self.item.num_keys[ids_slot, j], self.item.q_len[ids_slot, j]
@@ -270,12 +292,21 @@ class _Kernel:
         def _() -> None:
             lax.fori_loop(0, self.shape.round_items, finish_item, None)
 
-    def compute(self, index: Any) -> None:
-        """Attend to the blocks of a round and merge them into the running sums, in order."""
-        slot, ids_slot = index % SLOTS, index % IDS_SLOTS
+    def compute(self, index: Any, starts: list[Callable[[], None]]) -> None:
+        """Attend to the blocks of a round and merge them into the running sums, in order.
+
+        Between products it calls `starts`, which are scalar work: the products hide that.
+        """
+        slot, ids_slot = index % self.shape.num_slots, index % IDS_SLOTS
         block, buffers = self.shape.block, self.buffers
         state = (buffers.top[...], buffers.total[...], buffers.acc[...])
         sinks = None if self.sinks is None else self.sinks[...]
+        share = pl.cdiv(len(starts), self.shape.round_items * len(block.chunks))
+        remaining = iter(starts)
+
+        def start_some() -> None:
+            _call(itertools.islice(remaining, share))
+
         for j in range(self.shape.round_items):
             rows = pl.ds(j * block.max_q_len, block.max_q_len)
             partial = attend_block(
@@ -284,6 +315,7 @@ class _Kernel:
                 self.stream.item_pages(slot, j),
                 num_keys=self.item.num_keys[ids_slot, j],
                 q_len=self.item.q_len[ids_slot, j],
+                between=start_some,
             )
             is_first = self.item.is_first[ids_slot, j] != 0
             state = tuple(
@@ -298,7 +330,7 @@ class _Kernel:
 
     def start_outs(self, index: Any) -> None:
         """Write the rows of the sequences that ended in a round."""
-        slot, ids_slot = index % SLOTS, index % IDS_SLOTS
+        slot, ids_slot = index % self.shape.num_slots, index % IDS_SLOTS
         block = self.shape.block
         num_outs = 0
         for j in range(self.shape.round_items):
@@ -474,6 +506,11 @@ def _for_each_unit(first: Any, last: Any, size: int, action: Callable[[Any, Any]
     count = jnp.where(first <= last, last // size - first_unit + 1, 0)
     lax.fori_loop(0, count, body, None)
     return count
+
+
+def _call(actions: Iterable[Callable[[], None]]) -> None:
+    for action in actions:
+        action()
 
 
 def _repeat(count: Any, action: Any) -> None:

@@ -3,8 +3,9 @@
 One loop over a flat list of (query block, key block) items, as in `prefill`; a decode step's query
 blocks are single tokens, whose rows it also stores. All heads share a key block: rows of a
 sub-block are (token, head), in the order in which queries lie in memory, and one product takes them
-all through the latents. Sums are those of `block`: each key block is normalised by its own maximum
-and merged afterwards, so that a row's bits depend on its own sequence only.
+all through the latents. Sums are those of `block`: each part of a key block is normalised by its
+own maximum and merged afterwards, so that a row's bits depend on its own sequence only; and one
+part's products hide the softmax of another.
 
 | array | shape | where |
 |---|---|---|
@@ -47,6 +48,7 @@ class LatentShape:
         num_value_dims: R, a multiple of 128.
         page_size: tokens per page.
         pages: pages per key block.
+        part_keys: keys of a block that are normalised and merged at once; divides its keys.
         sub_tokens: tokens whose scores are computed at once.
         query_tokens: tokens of a query block, a multiple of `sub_tokens`.
         stores_new: the last token of each query block is new and to be stored; needs query blocks
@@ -60,6 +62,7 @@ class LatentShape:
     num_value_dims: int
     page_size: int
     pages: int
+    part_keys: int
     sub_tokens: int
     query_tokens: int
     stores_new: bool
@@ -363,14 +366,28 @@ class _Kernel:
         rows = pages[:, 0].reshape(shape.num_keys, shape.num_lanes)
         tokens = pl.ds(sub * shape.sub_tokens, shape.sub_tokens)
         q = buffers.q[parity, tokens].reshape(shape.sub_rows, shape.num_lanes)
-        scores = lax.dot_general(
-            q, rows, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        begins = range(0, shape.num_keys, shape.part_keys)
+        parts = [rows[begin : begin + shape.part_keys] for begin in begins]
+        scores = self._scores(q, parts[0])
+        for begin, part, following in zip(begins, parts, [*parts[1:], None], strict=True):
+            own = scores
+            if following is not None:  # asked for before this part's softmax, which hides them
+                scores = self._scores(q, following)
+            if first is not None:
+                token = lax.broadcasted_iota(jnp.int32, own.shape, 0) // shape.num_heads
+                key = begin + lax.broadcasted_iota(jnp.int32, own.shape, 1)
+                own = jnp.where(key <= first + token, own, NO_MAX)
+            self._merge(sub, own, part)
+
+    def _scores(self, q: jax.Array, keys: jax.Array) -> jax.Array:
+        product = lax.dot_general(
+            q, keys, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-        scores *= shape.sm_scale * LOG2_E
-        if first is not None:
-            token = lax.broadcasted_iota(jnp.int32, scores.shape, 0) // shape.num_heads
-            key = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            scores = jnp.where(key <= first + token, scores, NO_MAX)
+        return product * (self.shape.sm_scale * LOG2_E)
+
+    def _merge(self, sub: Any, scores: jax.Array, rows: jax.Array) -> None:
+        """Weigh latents by scores, and add them to the sums."""
+        shape, buffers = self.shape, self.buffers
         top = jnp.max(scores, axis=1, keepdims=True)
         weights = jnp.exp2(scores - top)
         product = lax.dot_general(

@@ -29,12 +29,14 @@ class LatentTiling:
     """Sizes that the kernel can be built with.
 
     Attributes:
-        block_keys: keys of a block; a row's sums depend on it.
+        block_keys: keys of a block, a multiple of `part_keys`.
+        part_keys: keys that are normalised and merged at once; a row's sums depend on it.
         sub_rows: rows, of tokens and heads, whose scores a chunk computes at once.
         num_subs: of a query block of a chunk, which the latents are read once for.
     """
 
     block_keys: int = 1024
+    part_keys: int = 512
     sub_rows: int = 256
     num_subs: int = 4
 
@@ -100,6 +102,7 @@ def ragged_paged_latent_attention(
             num_value_dims=num_value_dims,
             page_size=page_size,
             pages=tiling.block_keys // page_size,
+            part_keys=tiling.part_keys,
             sub_tokens=sub_tokens,
             query_tokens=query_tokens,
             stores_new=stores_new,

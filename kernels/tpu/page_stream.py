@@ -1,20 +1,22 @@
 """The key blocks of a plan on their way to a kernel: what is known of them, page ids, pages.
 
 What decode and prefill have in common. Items, each a key block of an entry of the plan, come in
-rounds: page ids of round r + 2 go to SMEM while pages of round r + 1 go to VMEM and round r is
-computed. What a round needs to know of an item is computed once, with its page ids, and kept in
-SMEM. Knows nothing of queries.
+rounds: while one is computed, pages of the next go to VMEM, or of as many as there are slots for,
+and page ids of the one after these to SMEM. What a round needs to know of an item is computed once,
+with its page ids, and kept in SMEM. Knows nothing of queries.
 
 | array | shape | where |
 |---|---|---|
 | page windows | [S, W, 1, 128] | HBM, one window per item |
 | pages | [N, 2K, page, D] | HBM, whole pages |
 | scales of 8-bit pages | [N, 2K, page] f32 | HBM, those of whole pages |
-| page buffer | [2, items * block_pages, 2K, page, D] | VMEM, and one for scales |
+| page buffer | [slots, items * block_pages, 2K, page, D] | VMEM, and one for scales |
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -97,19 +99,21 @@ class StreamBlock(Protocol):
         ...
 
 
-def stream_scratch(block: StreamBlock, *, round_items: int) -> StreamScratch:
-    """Shapes of the memory of a stream with so many items a round."""
+def stream_scratch(
+    block: StreamBlock, *, round_items: int, num_slots: int = SLOTS
+) -> StreamScratch:
+    """Shapes of the memory of a stream with so many items a round, and so many rounds at once."""
     table = pltpu.SMEM((IDS_SLOTS, round_items), jnp.int32)
     num_pages, num_kv_rows = round_items * block.pages, block.page_shape[0]
-    scales = pltpu.VMEM((SLOTS, num_pages, num_kv_rows, block.page_size), jnp.float32)
+    scales = pltpu.VMEM((num_slots, num_pages, num_kv_rows, block.page_size), jnp.float32)
     return StreamScratch(
         items=Items(*[table] * len(Items._fields)),
-        pages=pltpu.VMEM((SLOTS, num_pages, *block.page_shape), block.kv_dtype),
+        pages=pltpu.VMEM((num_slots, num_pages, *block.page_shape), block.kv_dtype),
         scales=scales if block.has_scales else None,
         ids=pltpu.SMEM((IDS_SLOTS * round_items * PAGE_WINDOW,), jnp.int32),
         ids_sem=pltpu.SemaphoreType.DMA((IDS_SLOTS,)),
-        page_sem=pltpu.SemaphoreType.DMA((SLOTS,)),
-        scale_sem=pltpu.SemaphoreType.DMA((SLOTS,)) if block.has_scales else None,
+        page_sem=pltpu.SemaphoreType.DMA((num_slots,)),
+        scale_sem=pltpu.SemaphoreType.DMA((num_slots,)) if block.has_scales else None,
     )
 
 
@@ -134,6 +138,11 @@ class PageStream:
     pages: Any
     scales: Any
     scratch: StreamScratch
+
+    @property
+    def num_slots(self) -> int:
+        """Rounds whose pages are in memory or on their way."""
+        return self.scratch.pages.shape[0]
 
     def start_ids(self, index: Any, entry: jax.Array) -> jax.Array:
         """Describe a round's items and fetch their page ids; returns the next round's entry."""
@@ -165,15 +174,25 @@ class PageStream:
 
     def start_pages(self, index: Any, j: int) -> Any:
         """Fetch the pages of an item that hold keys which a row sees; returns how many."""
-        slot, ids_slot = index % SLOTS, index % IDS_SLOTS
+        starts, count = self.page_starts(index, j)
+        for start in starts:
+            start()
+        return count
+
+    def page_starts(self, index: Any, j: int) -> tuple[list[Callable[[], None]], Any]:
+        """What fetches each page of an item, if a row sees it; and how many pages these are.
+
+        Apart, so that a kernel can issue them between its products.
+        """
+        slot, ids_slot = index % self.num_slots, index % IDS_SLOTS
         scratch = self.scratch
         num_keys, q_len = scratch.items.num_keys[ids_slot, j], scratch.items.q_len[ids_slot, j]
         begin, end = self.block.page_range(num_keys, q_len)
         first_id = scratch.items.first_id[ids_slot, j]
-        for page in range(self.block.pages):
 
+        def start(page: int) -> None:
             @pl.when((begin <= page) & (page < end))
-            def _(page: int = page) -> None:
+            def _() -> None:
                 page_id = scratch.ids[first_id + page]
                 target = j * self.block.pages + page
                 pltpu.make_async_copy(
@@ -188,11 +207,12 @@ class PageStream:
                         scratch.scale_sem.at[slot],
                     ).start()
 
-        return jnp.maximum(end - begin, 0)
+        starts = [functools.partial(start, page) for page in range(self.block.pages)]
+        return starts, jnp.maximum(end - begin, 0)
 
     def wait_pages(self, index: Any, count: Any) -> None:
         """Wait for `count` pages of a round: semaphores count bytes, so powers of two will do."""
-        slot, scratch = index % SLOTS, self.scratch
+        slot, scratch = index % self.num_slots, self.scratch
         wait_rows(scratch.pages.at[slot], scratch.page_sem.at[slot], count=count)
         if self.scales is not None:
             wait_rows(scratch.scales.at[slot], scratch.scale_sem.at[slot], count=count)

@@ -20,6 +20,7 @@ _VMEM_BYTES = 48 << 20
 BLOCK_KEYS = 1024
 """Keys of a block where a key has 256 bytes, and the largest page; more where it has fewer."""
 _ROUND_BYTES = 8 << 20
+"""Of a decode round's pages; three such rounds fit, and no larger ones."""
 _MAX_ROUND_ITEMS = 8
 _SUB_ROWS = 256
 _SUBS = 2
@@ -48,6 +49,7 @@ class Tiling:
     Attributes:
         block_keys: keys of a block; a row's sums depend on it.
         round_items: blocks that decode computes at once.
+        decode_slots: decode rounds in memory or on their way, 2 or 3.
         decode_q_len: new tokens of a sequence up to which decode takes it, 1 to 8.
         sub_tokens: tokens whose scores prefill computes at once, a multiple of 8.
         query_tokens: tokens of a prefill query block.
@@ -59,6 +61,7 @@ class Tiling:
     decode_q_len: int
     sub_tokens: int
     query_tokens: int
+    decode_slots: int = 3
     vmem_limit_bytes: int = _VMEM_BYTES
 
     def shapes(
@@ -97,7 +100,9 @@ class Tiling:
 
         return (
             tuple(
-                DecodeShape(block=block(q_len), round_items=self.round_items)
+                DecodeShape(
+                    block=block(q_len), round_items=self.round_items, num_slots=self.decode_slots
+                )
                 for q_len in sorted({1, self.decode_q_len})
             ),
             PrefillShape(block=block(self.sub_tokens), query_tokens=self.query_tokens),
@@ -116,6 +121,7 @@ def choose_tiling(
     """Choose sizes for a shape.
 
     A decode round reads about 8 MiB: enough work to hide one block's latencies behind another's.
+    Where a block alone is more, only two of them fit.
     A prefill sub-block has 256 rows per KV head: with fewer, loading keys costs more than using
     them; with more, scores spill.
     """
@@ -129,6 +135,7 @@ def choose_tiling(
     return Tiling(
         block_keys=block_keys,
         round_items=round_items,
+        decode_slots=3 if block_bytes <= _ROUND_BYTES else 2,
         decode_q_len=decode_q_len,
         sub_tokens=sub_tokens,
         query_tokens=_SUBS * sub_tokens,

@@ -92,9 +92,9 @@ CHIPS = {
             int8_ops=1840e12,
             ici_bytes_per_s=400e9,
             clock_hz=1.75e9,
-            decode_bundles=295,
-            decode_int8_bundles=573,
-            prefill_bundles=1240,
+            decode_bundles=298,
+            decode_int8_bundles=559,
+            prefill_bundles=1238,
             dollars_per_chip_hour=2.70,
         ),
         Chip(

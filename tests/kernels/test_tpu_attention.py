@@ -38,6 +38,10 @@ HALF = {**SHAPE, "head_dim": 64, "page_size": 32}
 CASES = {
     "mixed": (Case(**MIXED, **SHAPE), TILING),
     "window": (Case(**MIXED, **{**SHAPE, "window": 50}), TILING),
+    "two_slots": (
+        Case(q_lens=(1, 1, 2), kv_lens=(257, 40, 300), **SHAPE),
+        dataclasses.replace(WIDE, decode_slots=2),
+    ),
     "speculative": (Case(q_lens=(8, 3, 0, 1), kv_lens=(130, 70, 9, 1), **SHAPE), WIDE),
     "odd_heads_f32": (
         Case(q_lens=(1, 9), kv_lens=(140, 130), num_heads=9, num_kv_heads=3, head_dim=128),
@@ -87,10 +91,13 @@ def test_equals_dense_attention_and_reads_no_spare_memory(case, tiling):
     assert not out[sum(case.q_lens) :].any()
 
 
-def test_no_copy_races_with_another_or_with_arithmetic():
-    case = Case(q_lens=(1, 20, 1), kv_lens=(130, 150, 5), **{**SHAPE, "page_size": 64})
+@pytest.mark.parametrize("decode_slots", [2, 3])
+def test_no_copy_races_with_another_or_with_arithmetic(decode_slots):
+    tiling = dataclasses.replace(TILING, decode_slots=decode_slots)
+    # Nine blocks of decodes, two a round: every slot is filled again.
+    case = Case(q_lens=(1, 20, 1, 1), kv_lens=(390, 150, 5, 385), **{**SHAPE, "page_size": 64})
     inputs = draw(case)
-    out, _ = run(interpreted(TILING, detect_races=True), case, inputs)
+    out, _ = run(interpreted(tiling, detect_races=True), case, inputs)
     np.testing.assert_allclose(out, oracle(case, inputs), rtol=0, atol=TOLERANCE[case.dtype])
 
 

@@ -17,7 +17,7 @@ from replicas.engine.startup import resolve_config
 from tests.kernels.ragged_cases import TOLERANCE, Case, draw
 
 NUM_DIMS, NUM_VALUE_DIMS = 192, 128
-TILING = LatentTiling(block_keys=128, sub_rows=32, num_subs=2)
+TILING = LatentTiling(block_keys=256, part_keys=128, sub_rows=32, num_subs=2)
 SHAPE = {"num_heads": 8, "num_kv_heads": 1, "head_dim": NUM_DIMS, "page_size": 32}
 MIXED = {"q_lens": (1, 1, 40, 7, 1, 2), "kv_lens": (5, 100, 60, 7, 257, 130)}
 OPTIONS = {"sm_scale": 0.1, "num_value_dims": NUM_VALUE_DIMS}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench.tpu_kernels import KernelRow
-from bench.tpu_static import judge_kernels
+from bench.tpu_static import exit_status, judge_kernels
 
 ROW = KernelRow(
     loop="decode: MiB of KV",
@@ -20,6 +20,7 @@ ROW = KernelRow(
     spills=20.0,
     dma_bundles=1119,
     compile_s=3.0,
+    reference_s=1.5,
     compile_ratio=2.0,
 )
 RECORD = {"bundles": 300.0, "spills": 20.0, "compile_s": 3.0, "compile_ratio": 2.0}
@@ -31,8 +32,8 @@ RECORD = {"bundles": 300.0, "spills": 20.0, "compile_s": 3.0, "compile_ratio": 2
         ({"bundles": 290.0}, []),
         ({"bundles": 280.0}, ["300.0 bundles, baseline 280.0"]),
         ({"spills": 0.0}, ["20.0 spills, baseline 0.0"]),
-        ({"compile_ratio": 1.7}, []),
-        ({"compile_ratio": 1.5}, ["2.0 times a fixed program's time to compile, baseline 1.5"]),
+        ({"compile_ratio": 1.95}, []),
+        ({"compile_ratio": 1.9}, ["2.0 times a fixed program's time to compile, baseline 1.9"]),
     ],
 )
 def test_what_is_worse_than_the_baseline_is_a_regression(
@@ -41,6 +42,17 @@ def test_what_is_worse_than_the_baseline_is_a_regression(
     known, regressions = judge_kernels([ROW], {ROW.key: RECORD | recorded})
     assert known == []
     assert regressions == [f"{ROW.key}: {sentence}" for sentence in expected]
+
+
+@pytest.mark.parametrize("field", ["bundles", "spills", "compile_ratio"])
+@pytest.mark.parametrize(("growth", "status"), [(1.0, 0), (1.04, 0), (1.06, 1)])
+def test_the_gate_fails_on_5_percent_more(field: str, growth: float, status: int) -> None:
+    record = RECORD | {"bundles": 290.0, "spills": 1000.0}
+    row = dataclasses.replace(ROW, **(record | {field: growth * record[field]}))
+    known, regressions = judge_kernels([row], {row.key: record})
+    assert (len(known), len(regressions)) == (0, status)
+    assert exit_status(regressions, is_gate=True) == status
+    assert exit_status(regressions, is_gate=False) == 0
 
 
 def test_a_loop_must_be_measured_and_recorded() -> None:
