@@ -21,6 +21,7 @@ import aiohttp
 import httptools
 import orjson
 
+from bench.collector import collector_off
 from bench.http_stream import ConnectionLost, HttpStream, Piece
 from bench.measurement import RequestRecord
 from bench.workloads import RequestSpec
@@ -344,11 +345,8 @@ async def _within(limit_s: float, work: list[Any]) -> None:
 def _quiet_collector() -> Generator[None]:
     """No garbage collection inside: a pause would be measured as the server's."""
     gc.collect()
-    gc.disable()
-    try:
+    with collector_off():
         yield
-    finally:
-        gc.enable()
 
 
 def _blank(specs: Sequence[RequestSpec]) -> list[RequestRecord]:

@@ -186,8 +186,8 @@ def measure_kernels(
     """Compile every kernel for a generation; libtpu writes what it made into `directory`.
 
     A kernel that took longer to compile than in the baseline is compiled again, up to eight times
-    in all; the least times count. With `is_small` kernels have a
-    quarter of the heads and fewer variants.
+    in all; the least times count. With `is_small` kernels have a quarter of the heads and fewer
+    variants.
     """
     meter = _Meter(directory, generation)
     measures: list[Callable[[], list[KernelRow]]] = []

@@ -253,9 +253,6 @@ class LogprobBuffer:
         return taken
 
 
-_LOAD_FIELDS = ReplicaLoad._fields
-
-
 def pack_load(load: ReplicaLoad) -> dict[str, float]:
     """Name each field, so that replica and router may be one version apart."""
     return load._asdict()
@@ -268,7 +265,7 @@ def unpack_load(fields: Mapping[str, Any]) -> ReplicaLoad:
         FrameError: not a mapping of names to numbers.
     """
     try:
-        known = {name: fields[name] for name in _LOAD_FIELDS if name in fields}
+        known = {name: fields[name] for name in ReplicaLoad._fields if name in fields}
         if not all(isinstance(value, int | float) for value in known.values()):
             raise TypeError("a load field is not a number")
         return ReplicaLoad(**known)

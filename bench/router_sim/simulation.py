@@ -6,7 +6,6 @@ Invariant: every request ends once, as served, refused or expired.
 
 from __future__ import annotations
 
-import gc
 import heapq
 import itertools
 import math
@@ -32,6 +31,7 @@ from app.router.events import (
     Send,
     Ticked,
 )
+from bench.collector import collector_off
 from bench.router_sim.hardware import Hardware
 from bench.router_sim.replica import SimReplica, SimSequence
 from bench.router_sim.scaling import Fleet, Scaler
@@ -225,13 +225,8 @@ class Simulation:
         Without the cyclic garbage collector: a run makes no cycles, and millions of objects that a
         collection would look at.
         """
-        is_collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with collector_off():
             return self._run()
-        finally:
-            if is_collecting:
-                gc.enable()
 
     def _run(self) -> Outcome:
         wall, cpu = time.perf_counter(), time.process_time()
