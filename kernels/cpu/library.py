@@ -47,11 +47,12 @@ _ISA_FLAGS = {
     "avx2": _AVX2_FLAGS,
     "avx512": _AVX512_FLAGS,
     "avx512_vnni": (*_AVX512_FLAGS, "-mavx512vnni"),
+    "avx512_bf16": (*_AVX512_FLAGS, "-mavx512vnni", "-mavx512bf16"),
 }
 _X86_64 = ("x86_64", "AMD64")
 _PER_ISA = {  # instruction sets that each is compiled for
     "attention_isa.cc": ("generic", "avx2", "avx512"),
-    "matmul_isa.cc": ("generic", "avx2", "avx512"),
+    "matmul_isa.cc": ("generic", "avx2", "avx512", "avx512_bf16"),
     "int8_matmul_isa.cc": ("generic", "avx2", "avx512", "avx512_vnni"),
     "token_masks_isa.cc": ("generic", "avx2", "avx512"),
 }
@@ -122,7 +123,7 @@ def fingerprint() -> str:
 
 
 def instruction_set() -> str:
-    """Return the instruction set in use: "avx512_vnni", "avx512", "avx2" or "generic"."""
+    """Return the instruction set in use, e.g. "avx512_vnni"; see `_ISA_FLAGS`."""
     function = ctypes.CDLL(str(build())).systole_instruction_set
     function.restype = ctypes.c_char_p
     return function().decode()
@@ -169,17 +170,18 @@ def _isa_flags() -> dict[str, tuple[str, ...]]:
 
 
 def _cpu_features() -> str:
-    """The features that choose between instruction sets, e.g. "x86_64 avx2 avx512f fma"."""
-    wanted = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"}
-    flags: set[str] = set()
+    """What chooses between instruction sets, e.g. "x86_64 AuthenticAMD avx2 avx512f fma"."""
+    wanted = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    wanted |= {"avx512_vnni", "avx512_bf16"}
+    fields: dict[str, str] = {}  # of the first processor
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
-                flags = set(line.split(":", 1)[1].split())
-                break
+            name, _, value = line.partition(":")
+            fields.setdefault(name.strip(), value.strip())
     except OSError:
         pass  # not Linux: the machine's name alone
-    return " ".join([platform.machine(), *sorted(wanted & flags)])
+    features = sorted(wanted & set(fields.get("flags", "").split()))
+    return " ".join([platform.machine(), fields.get("vendor_id", ""), *features])
 
 
 def _compile(compiler: str, out_dir: Path) -> Path:

@@ -12,7 +12,7 @@ def best_instruction_set() -> str:
     return library.instruction_set()
 
 
-@pytest.fixture(params=["avx512", "avx2", "generic"])
+@pytest.fixture(params=["avx512_bf16", "avx512", "avx2", "generic"])
 def instruction_set(request, best_instruction_set):
     """Each instruction set in turn; one that this machine lacks is replaced by its best."""
     try:

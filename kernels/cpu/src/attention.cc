@@ -25,6 +25,7 @@ constexpr int64_t kMaxRun = 6;             // items per chunk
 const AttentionKernel& select_kernel() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
+    case InstructionSet::kAvx512Bf16:
     case InstructionSet::kAvx512Vnni:
     case InstructionSet::kAvx512: return avx512::kAttention;
     case InstructionSet::kAvx2: return avx2::kAttention;

@@ -8,7 +8,7 @@
 namespace systole {
 namespace {
 
-constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_vnni"};
+constexpr const char* kNames[] = {"generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16"};
 
 InstructionSet detect() {
 #if defined(__x86_64__)
@@ -17,7 +17,11 @@ InstructionSet detect() {
   const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") &&
                           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl");
-  if (has_avx512 && __builtin_cpu_supports("avx512vnni")) return InstructionSet::kAvx512Vnni;
+  const bool has_vnni = has_avx512 && __builtin_cpu_supports("avx512vnni");
+  if (has_vnni && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_is("amd")) {
+    return InstructionSet::kAvx512Bf16;
+  }
+  if (has_vnni) return InstructionSet::kAvx512Vnni;
   if (has_avx512) return InstructionSet::kAvx512;
   if (has_avx2) return InstructionSet::kAvx2;
 #endif

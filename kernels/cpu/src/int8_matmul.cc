@@ -14,6 +14,7 @@ namespace {
 const Int8MatmulKernel& select_kernel() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
+    case InstructionSet::kAvx512Bf16:
     case InstructionSet::kAvx512Vnni: return avx512_vnni::kInt8Matmul;
     case InstructionSet::kAvx512: return avx512::kInt8Matmul;
     case InstructionSet::kAvx2: return avx2::kInt8Matmul;

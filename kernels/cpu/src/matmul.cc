@@ -14,6 +14,7 @@ namespace {
 const MatmulKernel& select_kernel() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
+    case InstructionSet::kAvx512Bf16: return avx512_bf16::kMatmul;
     case InstructionSet::kAvx512Vnni:
     case InstructionSet::kAvx512: return avx512::kMatmul;
     case InstructionSet::kAvx2: return avx2::kMatmul;
@@ -43,7 +44,7 @@ ffi::Error linear(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::BF16>
   args.is_out_bf16 = out->element_type() == ffi::BF16;
   args.is_silu = is_silu;
   if (ffi::Error fault = check_num_rows(args.num_rows, num_tokens); fault.failure()) return fault;
-  args.packed_x = packed_rows.reserve<float>(args.num_rows * args.num_inputs);
+  args.packed_x = packed_rows.reserve<uint32_t>(args.num_rows * args.num_inputs / kernel.inputs_per_word);
 
   const MatmulSize size = {
       .num_tokens = num_tokens,

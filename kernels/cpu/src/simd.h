@@ -54,6 +54,13 @@ SYSTOLE_INLINE U32 add_dot4(U32 acc, U32 a, U32 b) {
   return acc;
 }
 #endif
+#if defined(__AVX512BF16__)
+// acc plus, per lane, the products of a's and b's two bf16. By assembly for the same reason.
+SYSTOLE_INLINE F32 add_dot2_bf16(F32 acc, U32 a, U32 b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
+  return acc;
+}
+#endif
 // The low byte of every lane.
 SYSTOLE_INLINE void store_low_bytes(uint8_t* p, U32 x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
@@ -318,6 +325,10 @@ SYSTOLE_INLINE void transpose(U32 x[kLanes]) {
 }
 
 #endif
+
+SYSTOLE_INLINE void store_words(uint32_t* p, U32 x, int n) {
+  store_f32(reinterpret_cast<float*>(p), as_f32(x), n);
+}
 
 // Sum of the lanes as a binary tree over neighbours: one order on every instruction set of a width.
 SYSTOLE_INLINE float reduce_add(F32 a) {

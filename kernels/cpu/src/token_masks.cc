@@ -14,6 +14,7 @@ namespace {
 MaskRow select_kernel() {
 #if defined(__x86_64__)
   switch (instruction_set()) {
+    case InstructionSet::kAvx512Bf16:
     case InstructionSet::kAvx512Vnni:
     case InstructionSet::kAvx512: return avx512::kMaskRow;
     case InstructionSet::kAvx2: return avx2::kMaskRow;
