@@ -206,8 +206,9 @@ SYSTOLE_INLINE void add_products(U32 acc[R][kVectors], const uint32_t* w, const 
 #endif
 }
 
+// `ahead` as in matmul_isa.cc.
 template <int R>
-void multiply_block(const Int8MatmulArgs& args, int64_t row, int64_t group) {
+void multiply_block(const Int8MatmulArgs& args, int64_t row, int64_t group, const char* ahead) {
   const int64_t words = args.num_words();
   const uint32_t* w = args.w + group * words * kInt8Group;
   const uint32_t* x = args.packed_x + row * words * kWordsPerWord;
@@ -217,8 +218,12 @@ void multiply_block(const Int8MatmulArgs& args, int64_t row, int64_t group) {
     SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) acc[r][c] = start;
   }
   for (int64_t i = 0; i < words; ++i) {
-    SYSTOLE_UNROLL for (int at = 0; at < kInt8Group * 4; at += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at);
+    if (ahead == nullptr) {
+      SYSTOLE_UNROLL for (int at = 0; at < kInt8Group * 4; at += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at);
+      }
+    } else {
+      __builtin_prefetch(ahead + i * 64, 0, 2);
     }
     add_products<R>(acc, w, x);
     w += kInt8Group;
@@ -238,7 +243,7 @@ void multiply_block(const Int8MatmulArgs& args, int64_t row, int64_t group) {
   }
 }
 
-using MultiplyBlock = void (*)(const Int8MatmulArgs& args, int64_t row, int64_t group);
+using MultiplyBlock = void (*)(const Int8MatmulArgs& args, int64_t row, int64_t group, const char* ahead);
 
 template <int... I>
 MultiplyBlock block_of(int64_t rows, std::integer_sequence<int, I...>) {
@@ -247,11 +252,16 @@ MultiplyBlock block_of(int64_t rows, std::integer_sequence<int, I...>) {
 }
 
 void multiply(const Int8MatmulArgs& args, int64_t rows_per_block, int64_t begin, int64_t end) {
+  const int64_t half = args.num_words() * kInt8Group * 2;  // bytes; see matmul_isa.cc
+  const bool is_alone = args.num_rows <= rows_per_block;
   for (int64_t group = begin; group < end; ++group) {
+    const char* next = reinterpret_cast<const char*>(args.w) + (group + 1) * 2 * half;
     for (int64_t row = 0; row < args.num_rows; row += rows_per_block) {
       const int64_t left = args.num_rows - row;
+      const bool is_own = is_alone || row >= 2 * rows_per_block;
+      const char* ahead = is_own ? nullptr : row == 0 ? next : next + half;
       const int64_t rows = left < rows_per_block ? left : rows_per_block;
-      block_of(rows, std::make_integer_sequence<int, kMaxRows>())(args, row, group);
+      block_of(rows, std::make_integer_sequence<int, kMaxRows>())(args, row, group, ahead);
     }
   }
 }

@@ -9,6 +9,8 @@
 // The sum over K is never split, so an output's bits depend neither on the number of rows, nor on
 // the block that a row falls into, nor on threads (which share N).
 
+#include <utility>
+
 #include "matmul.h"
 #include "simd.h"
 
@@ -29,7 +31,7 @@ constexpr int kInputsPerWord = 2;
 #else
 constexpr int kInputsPerWord = 1;
 #endif
-constexpr int64_t kAhead = 2048;  // bytes of weights asked for in advance
+constexpr int64_t kAhead = 2048;  // bytes of its own weights that a block of rows asks for in advance
 
 #if defined(__AVX512BF16__)
 // n pairs of inputs from element `at` of x on, as bf16.
@@ -128,8 +130,10 @@ SYSTOLE_INLINE void add_products(F32 acc[R][kVectors], const uint32_t* w, const 
 #endif
 }
 
+// `ahead` is the half of the next group that this block asks for meanwhile, null where it asks for
+// its own weights.
 template <int R>
-void multiply_block(const MatmulArgs& args, int64_t row, int64_t group) {
+void multiply_block(const MatmulArgs& args, int64_t row, int64_t group, const char* ahead) {
   const int64_t pairs = args.num_inputs / 2;
   const uint32_t* w = reinterpret_cast<const uint32_t*>(args.w) + group * pairs * kGroup;
   const uint32_t* x = args.packed_x + row * (args.num_inputs / kInputsPerWord);
@@ -138,8 +142,12 @@ void multiply_block(const MatmulArgs& args, int64_t row, int64_t group) {
     SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) acc[r][c] = broadcast(0.0f);
   }
   for (int64_t pair = 0; pair < pairs; ++pair) {
-    SYSTOLE_UNROLL for (int at = 0; at < kGroup * 4; at += 64) {
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at);
+    if (ahead == nullptr) {
+      SYSTOLE_UNROLL for (int at = 0; at < kGroup * 4; at += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at);
+      }
+    } else {
+      __builtin_prefetch(ahead + pair * 64, 0, 2);
     }
     add_products<R>(acc, w, x);
     w += kGroup;
@@ -152,32 +160,27 @@ void multiply_block(const MatmulArgs& args, int64_t row, int64_t group) {
   }
 }
 
-void multiply_rows(const MatmulArgs& args, int64_t row, int64_t rows, int64_t group) {
-  switch (rows) {
-#if defined(__AVX512F__)
-    case 12: return multiply_block<12>(args, row, group);
-    case 11: return multiply_block<11>(args, row, group);
-    case 10: return multiply_block<10>(args, row, group);
-    case 9: return multiply_block<9>(args, row, group);
-    case 8: return multiply_block<8>(args, row, group);
-    case 7: return multiply_block<7>(args, row, group);
-    case 6: return multiply_block<6>(args, row, group);
-    case 5: return multiply_block<5>(args, row, group);
-    case 4: return multiply_block<4>(args, row, group);
-#endif
-#if defined(__AVX2__)
-    case 3: return multiply_block<3>(args, row, group);
-    case 2: return multiply_block<2>(args, row, group);
-#endif
-    default: return multiply_block<1>(args, row, group);
-  }
+using MultiplyBlock = void (*)(const MatmulArgs& args, int64_t row, int64_t group, const char* ahead);
+
+template <int... I>
+MultiplyBlock block_of(int64_t rows, std::integer_sequence<int, I...>) {
+  static constexpr MultiplyBlock kBlocks[] = {multiply_block<I + 1>...};
+  return kBlocks[rows - 1];
 }
 
 void multiply(const MatmulArgs& args, int64_t rows_per_block, int64_t begin, int64_t end) {
+  // With several blocks of rows a group stays in the second-level cache for all of them. The first
+  // two fetch the next group into it: memory would rest while the later blocks compute.
+  const int64_t half = args.num_inputs * kGroup;  // bytes
+  const bool is_alone = args.num_rows <= rows_per_block;
   for (int64_t group = begin; group < end; ++group) {
+    const char* next = reinterpret_cast<const char*>(args.w) + (group + 1) * 2 * half;
     for (int64_t row = 0; row < args.num_rows; row += rows_per_block) {
       const int64_t left = args.num_rows - row;
-      multiply_rows(args, row, left < rows_per_block ? left : rows_per_block, group);
+      const bool is_own = is_alone || row >= 2 * rows_per_block;
+      const char* ahead = is_own ? nullptr : row == 0 ? next : next + half;
+      const int64_t rows = left < rows_per_block ? left : rows_per_block;
+      block_of(rows, std::make_integer_sequence<int, kMaxRows>())(args, row, group, ahead);
     }
   }
 }
