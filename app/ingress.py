@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-import gc
 from collections.abc import AsyncGenerator
 from typing import Any, Final, override
 
@@ -37,6 +36,7 @@ from app.shared_state import SharedStateHandle
 from app.tokenizer import Tokenizer
 from replicas.config import TracingConfig
 from replicas.errors import ServingError
+from replicas.garbage import freeze_started
 from replicas.model_files.fetch import fetch_model
 from replicas.tracing import start_tracing
 
@@ -90,10 +90,7 @@ class Ingress:
         self._edge = Edge(config, self._metrics, SharedStateHandle(shared), tracing=self._tracing)
         self._app = _CurrentApp(self._make_app(config))
         self._grpc = GrpcEndpoint(self._service, config, self._edge)
-        # What exists by now lives as long as the process: a full collection of it would stop every
-        # stream for 0.1 s every few minutes.
-        gc.collect()
-        gc.freeze()
+        freeze_started()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Give Serve the HTTP side; Serve itself echoes X-Request-Id."""

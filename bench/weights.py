@@ -5,7 +5,7 @@
 Writes a synthetic checkpoint of a llama in bf16, in two shards, and loads it in fresh processes as
 an engine does: to plain weights, to weights packed for the native kernels, and to int8. Each time
 the file is read plainly first; neither finds it in the page cache. Peak memory is what the process
-grew by at most; the bar for plain weights is 1.15 times their size.
+grew by at most; the bar is 1.15 times the size of plain weights.
 """
 
 from __future__ import annotations
@@ -221,9 +221,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(report.format_table(rows))
     path = report.result_path("weights")
     report.write_json(path, {"stamp": report.stamp(), "rss_bar": RSS_BAR, "rows": rows})
-    plain = next(row for row in rows if row["weights"] == "plain")
-    is_within = plain["peak / weights"] <= RSS_BAR
-    print(f"peak memory of plain weights {'meets' if is_within else 'misses'} the bar of {RSS_BAR}")
+    is_within = all(row["peak / weights"] <= RSS_BAR for row in rows)
+    print(f"peak memory {'meets' if is_within else 'misses'} the bar of {RSS_BAR}")
     return 0 if is_within else 1
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import json
 import logging
 import threading
@@ -37,6 +36,7 @@ from replicas.errors import (
     EngineNotReady,
     ServingError,
 )
+from replicas.garbage import freeze_started
 from replicas.grammar import Matcher
 from replicas.load_events import LEASE_S, LoadEvents
 from replicas.request_trace import record_request
@@ -321,10 +321,7 @@ class EngineDeployment:
             start_engine, self._config, self._on_step_of_thread, progress.report
         )
         await asyncio.to_thread(progress.clear)
-        # What exists by now lives as long as the process. A full collection of it would hold the
-        # interpreter lock, and with it the device thread, for 0.1 s every few minutes.
-        gc.collect()
-        gc.freeze()
+        freeze_started()
         self._events = LoadEvents(self._replica_id, engine.model_info, engine.load)
         self._engine = engine
         self._watch = self._loop.create_task(self._watch_engine(engine))

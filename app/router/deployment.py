@@ -49,6 +49,7 @@ from app.router.metrics import RouterMetrics
 from app.router.trace import RouterTrace
 from replicas.config import TracingConfig
 from replicas.errors import EngineDead, EngineNotReady, ServingError
+from replicas.garbage import freeze_started
 from replicas.page_keys import hash_prompt, hash_root
 from replicas.tracing import start_tracing
 from replicas.wire import (
@@ -140,6 +141,7 @@ class RouterDeployment:
             self._loop.create_task(self._keep_subscribed()),
             self._loop.create_task(self._keep_ticking()),
         ]
+        freeze_started()
 
     async def generate(self, request: GenerateRequest) -> GenerateResult | ServingError:
         """Run one request on a replica, held open to its end; its tokens bypass the router.

@@ -14,15 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kernels import host_memory
 from kernels.cpu import library
 from kernels.cpu.operands import check_operands
+from kernels.cpu.output_groups import GROUP, group_outputs
 from kernels.int8_reference import quantize_weight
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-_GROUP = 32  # outputs whose weights lie together; as kInt8Group in src/int8_matmul.h
-_WORD = 4  # inputs whose weights lie together
 _OFFSET = 128  # stored bytes are unsigned: the weight plus this
 
 
@@ -85,8 +85,7 @@ def pack(weight: jax.Array | np.ndarray, *, rotation: int | None = None) -> Int8
     matrix = quantize_weight(weight, rotation=rotation)
     num_outputs, num_inputs = matrix.values.shape
     values, scales = np.asarray(matrix.values), np.asarray(matrix.scales)
-    size = -(-num_outputs // _GROUP) * _GROUP
-    groups, packed_scales = _arrange(values[None], scales[None], size)
+    groups, packed_scales = _arrange(values[None], scales[None])
     return Int8Weight(groups, packed_scales, num_outputs, num_inputs, matrix.rotation)
 
 
@@ -97,7 +96,7 @@ def pack_experts(weights: jax.Array | np.ndarray, *, rotation: int | None = None
         ValueError: as for `pack`.
     """
     first = pack(weights[0], rotation=rotation)
-    groups = np.empty((weights.shape[0], *first.groups.shape), np.uint8)
+    groups = host_memory.empty((weights.shape[0], *first.groups.shape), np.uint8)
     scales = np.empty((weights.shape[0], *first.scales.shape), np.float32)
     for index, weight in enumerate(np.asarray(weights)):
         expert = pack(weight, rotation=rotation)
@@ -115,11 +114,10 @@ def pack_gate_up(weight: jax.Array | np.ndarray, *, rotation: int | None = None)
     num_outputs, num_inputs = matrix.values.shape
     if num_outputs % 2:
         raise ValueError(f"gate and up must have as many outputs, got {num_outputs} in all")
-    half, width = _GROUP // 2, num_outputs // 2
+    width = num_outputs // 2
     groups, scales = _arrange(
         np.asarray(matrix.values).reshape(2, width, num_inputs),
         np.asarray(matrix.scales).reshape(2, width),
-        -(-width // half) * half,
     )
     return Int8GateUp(groups, scales, width, num_inputs, matrix.rotation)
 
@@ -193,27 +191,17 @@ def linear_of_experts(x: jax.Array, weight: Int8Weight, group_sizes: jax.Array) 
     )
 
 
-def _arrange(values: np.ndarray, scales: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Order int8 [B, n, K] and f32 [B, n], padded to `size` outputs, as groups of 32 / B from each.
+def _arrange(values: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Order int8 [B, n, K], which it overwrites, and f32 [B, n] as groups of 32 / B from each.
 
     Returns:
-        u8 [B * size / 32, ceil(K / 4), 32, 4] and f32 [B * size / 32, 32].
+        u8 [ceil(B * n / 32), ceil(K / 4), 32, 4] and f32 [ceil(B * n / 32), 32].
     """
-    num_parts, num_outputs, num_inputs = values.shape
-    num_words = -(-num_inputs // _WORD)
-    part = _GROUP // num_parts
-    padded = np.full((num_parts, size, num_words * _WORD), _OFFSET, np.uint8)
-    # Modulo 256, flipping the sign bit adds 128.
-    padded[:, :num_outputs, :num_inputs] = values.view(np.uint8) ^ np.uint8(_OFFSET)
-    padded = padded.reshape(num_parts, -1, part, num_words, _WORD)
-    groups = np.ascontiguousarray(padded.transpose(1, 3, 0, 2, 4))
-    padded_scales = np.zeros((num_parts, size), np.float32)
-    padded_scales[:, :num_outputs] = scales
-    packed_scales = padded_scales.reshape(num_parts, -1, part).swapaxes(0, 1)
-    return (
-        groups.reshape(-1, num_words, _GROUP, _WORD),
-        np.ascontiguousarray(packed_scales).reshape(-1, _GROUP),
-    )
+    stored = values.view(np.uint8)
+    stored ^= np.uint8(_OFFSET)  # modulo 256, flipping the sign bit adds 128
+    groups = group_outputs(stored, dtype=stored.dtype, fill=_OFFSET)
+    packed_scales = group_outputs(scales[..., None], dtype=scales.dtype, fill=0)
+    return groups, packed_scales.reshape(-1, GROUP)
 
 
 def _call(

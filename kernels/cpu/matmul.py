@@ -17,11 +17,12 @@ import numpy as np
 
 from kernels.cpu import library
 from kernels.cpu.operands import check_operands
+from kernels.cpu.output_groups import group_outputs
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
-_GROUP = 32  # outputs whose weights lie together; as kGroup in src/matmul.h
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @jax.tree_util.register_dataclass
@@ -62,10 +63,9 @@ def pack(weight: jax.Array | np.ndarray) -> PackedWeight:
     Raises:
         ValueError: the weight is no matrix, or K is odd.
     """
-    num_outputs, num_inputs = _check_weight(weight)
-    padded = np.zeros((-(-num_outputs // _GROUP) * _GROUP, num_inputs), ml_dtypes.bfloat16)
-    padded[:num_outputs] = weight
-    return PackedWeight(_interleave(padded), num_outputs)
+    num_outputs, _ = _check_weight(weight)
+    groups = group_outputs(np.asarray(weight)[None], dtype=_BFLOAT16, fill=0)
+    return PackedWeight(groups, num_outputs)
 
 
 def pack_gate_up(weight: jax.Array | np.ndarray) -> PackedGateUp:
@@ -77,12 +77,9 @@ def pack_gate_up(weight: jax.Array | np.ndarray) -> PackedGateUp:
     num_outputs, num_inputs = _check_weight(weight)
     if num_outputs % 2:
         raise ValueError(f"gate and up must have as many outputs, got {num_outputs} in all")
-    half = _GROUP // 2
     width = num_outputs // 2
-    padded = np.zeros((2, -(-width // half) * half, num_inputs), ml_dtypes.bfloat16)
-    padded[:, :width] = np.asarray(weight).reshape(2, width, num_inputs)
-    pairs = padded.reshape(2, -1, half, num_inputs).swapaxes(0, 1)
-    return PackedGateUp(_interleave(pairs.reshape(-1, num_inputs)), width)
+    parts = np.asarray(weight).reshape(2, width, num_inputs)
+    return PackedGateUp(group_outputs(parts, dtype=_BFLOAT16, fill=0), width)
 
 
 def linear(
@@ -122,12 +119,6 @@ def linear_silu(
     Arguments and errors as for `linear`.
     """
     return _call(x, weight, num_rows, out_dtype=out_dtype, is_silu=True)
-
-
-def _interleave(weight: np.ndarray) -> np.ndarray:
-    """Order [N, K] as [N / 32, K / 2, 32, 2]."""
-    num_inputs = weight.shape[1]
-    return np.ascontiguousarray(weight.reshape(-1, _GROUP, num_inputs // 2, 2).swapaxes(1, 2))
 
 
 def _call(

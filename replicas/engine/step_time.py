@@ -18,6 +18,7 @@ from replicas.config import EngineConfig, ModelConfig
 from replicas.engine.memory_plan import device_bytes
 from replicas.engine.tpu_chips import Chip
 from replicas.models.moe_params import ExpertParams
+from replicas.models.quantize import keeps_first_layer
 
 LAUNCH_S = 3e-6
 """Of a kernel's launch and first copies, three to a layer, and of a collective: assumed."""
@@ -41,7 +42,7 @@ class StepSizes:
         expert_share: of the experts, that a token goes through.
         head_bytes: of the output head.
         head_flops: per row of logits.
-        is_int8: whether matmuls are of 8-bit integers, but for the first layer's.
+        num_int8_layers: layers whose matmuls are of 8-bit integers; if any are, so is the head's.
         is_kv_int8: whether pages are.
         kv_token_bytes: KV of one token, all layers; of all tokens' on average, where each is on one
             device.
@@ -62,7 +63,7 @@ class StepSizes:
     expert_share: float
     head_bytes: int
     head_flops: int
-    is_int8: bool
+    num_int8_layers: int
     is_kv_int8: bool
     kv_token_bytes: int
     exchanged_bytes: int = 0
@@ -166,7 +167,7 @@ def measure_sizes(
         expert_share=1.0 if moe is None else moe.num_experts_per_tok / moe.num_experts,
         head_bytes=device_bytes(head),
         head_flops=2 * _matrix_elements(head) // num_devices,
-        is_int8=config.quantization == "int8",
+        num_int8_layers=_count_int8_layers(config, model_config),
         is_kv_int8=config.kv_cache_dtype == "int8",
         kv_token_bytes=page_bytes // config.page_size // num_devices,
         exchanged_bytes=exchanged_bytes,
@@ -190,16 +191,17 @@ def predict_step(
         num_logits: rows of the output head.
     """
     num_tokens = sum(group.num_seqs * group.q_len for group in groups)
-    peak = (chip.int8_ops or chip.bf16_flops) if sizes.is_int8 else chip.bf16_flops
+    int8_ops = chip.int8_ops or chip.bf16_flops
+    int8_share = sizes.num_int8_layers / sizes.num_layers
     bandwidth = chip.hbm_bytes_per_s
     layer_bytes = sizes.read_bytes(num_tokens)
-    first_share = 1 / sizes.num_layers
     layer_compute_s = (
         sizes.token_flops()
         * num_tokens
-        * ((1 - first_share) / peak + first_share / chip.bf16_flops)
+        * (int8_share / int8_ops + (1 - int8_share) / chip.bf16_flops)
     )
-    head_compute_s = sizes.head_flops * num_logits / peak
+    head_peak = int8_ops if sizes.num_int8_layers else chip.bf16_flops
+    head_compute_s = sizes.head_flops * num_logits / head_peak
     matmul_s = max(layer_bytes / bandwidth, layer_compute_s)
     matmul_s += max(sizes.head_bytes / bandwidth, head_compute_s)
     attention_s = sum(_attention_s(sizes, chip, group) for group in groups)
@@ -239,6 +241,12 @@ def _collective_s(sizes: StepSizes, chip: Chip, num_tokens: int) -> float:
         layer_s += num_tokens * sizes.exchanged_bytes * others / chip.ici_bytes_per_s
         layer_s += 2 * LAUNCH_S
     return sizes.num_layers * layer_s
+
+
+def _count_int8_layers(config: EngineConfig, model_config: ModelConfig) -> int:
+    if config.quantization != "int8":
+        return 0
+    return model_config.num_layers - keeps_first_layer(model_config)
 
 
 def _is_experts(node: Any) -> bool:

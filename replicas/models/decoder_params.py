@@ -212,9 +212,11 @@ def prepare_params(
             is_leaf=_is_packable,
         )
 
-    head = packing.linear(params.embedding if params.head is None else params.head)
     packings = itertools.chain((first or packing,), itertools.repeat(packing))
-    return params._replace(layers=stack(map(pack_layer, params.layers, packings)), head=head)
+    layers = stack(map(pack_layer, params.layers, packings))
+    # The largest matrix comes last: int8 layers have freed half of their memory by then.
+    head = packing.linear(params.embedding if params.head is None else params.head)
+    return params._replace(layers=layers, head=head)
 
 
 def decoder_specs(

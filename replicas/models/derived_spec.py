@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from replicas.models import host_memory
+from kernels import host_memory
 from replicas.models.param_spec import ParamSpec
 
 if TYPE_CHECKING:

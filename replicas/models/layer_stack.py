@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from kernels import host_memory
 from kernels.cpu.int8_matmul import Int8GateUp, Int8Weight
 from kernels.cpu.matmul import PackedGateUp, PackedWeight
-from replicas.models import host_memory
 
 
 @jax.tree_util.register_dataclass

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from replicas.models import host_memory
+from kernels import host_memory
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike

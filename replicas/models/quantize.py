@@ -74,9 +74,14 @@ def abstract_quantized_params(params: Any, config: ModelConfig, *, is_native: bo
     return prepare(params, config, packing, stack, first=first and on_shapes(first))
 
 
+def keeps_first_layer(config: ModelConfig) -> bool:
+    """Whether the first layer is left as it is: an only layer is quantised."""
+    return config.num_layers > 1
+
+
 def _first_packing(params: Any, config: ModelConfig, *, is_native: bool) -> Packing | None:
     """Return the layout of a first layer that keeps its dtype; None where it is the only one."""
-    if config.num_layers == 1:
+    if not keeps_first_layer(config):
         return None
     is_packed = is_native and params.embedding.dtype == jnp.bfloat16 and has_packable_sizes(config)
     if is_packed:

@@ -279,6 +279,27 @@ def test_a_step_is_predicted_from_what_it_reads_and_computes(tmp_path: Path) -> 
     assert chunk.matmul_s >= 4096 * flops / chip.bf16_flops
 
 
+@pytest.mark.parametrize(("num_layers", "share"), [(1, 1 / 2), (4, 1 / 4 + 3 / 4 / 2)])
+def test_int8_is_predicted_for_the_layers_that_are_int8(
+    tmp_path: Path, num_layers: int, share: float
+) -> None:
+    """v6e multiplies 8-bit integers twice as fast; the first of several layers stays bf16."""
+    chip = CHIPS["v6e"]
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, **WIDE_HEADS}
+    write_checkpoint(tmp_path, sizes | {"num_hidden_layers": num_layers})
+    devices = tpu_topology.get_devices(TOPOLOGY)
+    bf16, int8 = (
+        predict_bucket(
+            plan_engine(EngineConfig(model=str(tmp_path), **ENGINE, **extra), devices),
+            chip,
+            Bucket(8192, 8),
+            context=8192,
+        )
+        for extra in ({}, {"quantization": "int8"})
+    )
+    assert int8.bound_s == pytest.approx(share * bf16.bound_s, rel=0.01)
+
+
 def test_advice_counts_pages_from_the_memory_that_lacks() -> None:
     chip = CHIPS["v6e"]
     memory = MemoryCheck(

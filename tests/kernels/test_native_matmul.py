@@ -3,6 +3,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels.cpu import matmul
+from kernels.cpu import int8_matmul, matmul
 
 SHAPES = [(576, 576), (960, 576), (576, 1536), (32, 2), (33, 10), (1, 64), (100, 90)]
 
@@ -40,6 +41,25 @@ def test_equals_the_exact_product(num_outputs, num_inputs, dtype, instruction_se
     # A bf16 output is the f32 sum rounded once.
     rounded = matmul.linear(x, packed, out_dtype=jnp.bfloat16)
     np.testing.assert_array_equal(rounded, out.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("pack", [matmul.pack, matmul.pack_gate_up, int8_matmul.pack])
+def test_a_packed_weight_is_used_where_it_lies(pack):
+    groups = pack(np.ones((2048, 1024), ml_dtypes.bfloat16)).groups
+    assert jax.device_put(groups).unsafe_buffer_pointer() == groups.ctypes.data
+
+
+@pytest.mark.parametrize("pack", [matmul.pack, matmul.pack_gate_up])
+def test_packing_takes_little_memory_beside_weight_and_result(pack):
+    weight = np.ones((8192, 1024), ml_dtypes.bfloat16)
+    tracemalloc.start()  # does not see the result, which is mapped
+    try:
+        packed = pack(weight)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert packed.groups.nbytes == weight.nbytes
+    assert peak_bytes < weight.nbytes / 4
 
 
 @pytest.mark.parametrize("num_outputs", [64, 1536, 20])

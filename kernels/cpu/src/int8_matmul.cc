@@ -100,6 +100,7 @@ ffi::Error int8_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi:
   args.is_x_bf16 = x.element_type() == ffi::BF16;
   args.is_out_bf16 = false;
   args.is_silu = false;
+  const Int8MatmulKernel& kernel = select_kernel();
   const int64_t x_row_bytes = args.num_inputs * (args.is_x_bf16 ? 2 : 4);
   int64_t row = 0;
   for (int64_t expert = 0; expert < num_experts; ++expert) {
@@ -109,7 +110,7 @@ ffi::Error int8_experts(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi:
     args.out = out->typed_data() + row * num_outputs;
     args.w = static_cast<const uint32_t*>(w.untyped_data()) + expert * num_packed_outputs * args.num_words();
     args.w_scale = w_scale.typed_data() + expert * num_packed_outputs;
-    run(pool, select_kernel(), args, args.num_rows, num_groups);
+    run(pool, kernel, args, args.num_rows, num_groups);
     row += args.num_rows;
   }
   const int64_t num_zeros = (num_rows - row) * num_outputs;
