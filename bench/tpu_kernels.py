@@ -6,7 +6,7 @@ Knows the kernels and their loops; how bundles are read is `llo`'s business.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
@@ -180,26 +180,32 @@ SMALL_STORES = {"small store": _SMALL}
 SMALL_LATENTS = {"small latents": (16, LatentTiling(sub_rows=64))}
 
 
+def kernel_names(*, is_small: bool, containing: str = "") -> list[str]:
+    """Names of kernels: with `is_small` those of a quarter of the heads, which are fewer."""
+    small = (SMALL_DECODES, SMALL_PREFILLS, SMALL_STORES, SMALL_LATENTS)
+    tables = small if is_small else (DECODES, PREFILLS, STORES, LATENTS)
+    return [name for table in tables for name in table if containing in name]
+
+
 def measure_kernels(
-    directory: Path, generation: str, baseline: Baseline, *, is_small: bool = False
+    directory: Path, generation: str, baseline: Baseline, names: Sequence[str]
 ) -> list[KernelRow]:
-    """Compile every kernel for a generation; libtpu writes what it made into `directory`.
+    """Compile kernels for a generation; libtpu writes what it made into `directory`.
 
     A kernel that took longer to compile than in the baseline is compiled again, up to eight times
-    in all; the least times count. With `is_small` kernels have a quarter of the heads and fewer
-    variants.
+    in all; the least times count. The names of a kernel's loops begin with its own.
     """
     meter = _Meter(directory, generation)
-    measures: list[Callable[[], list[KernelRow]]] = []
-    for name, variant in (SMALL_DECODES if is_small else DECODES).items():
-        measures.append(functools.partial(meter.measure_decode, name, variant))
-    for name, variant in (SMALL_PREFILLS if is_small else PREFILLS).items():
-        measures.append(functools.partial(meter.measure_prefill, name, variant))
-    for name, variant in (SMALL_STORES if is_small else STORES).items():
-        measures.append(functools.partial(meter.measure_store, name, variant))
-    for name, (num_heads, tiling) in (SMALL_LATENTS if is_small else LATENTS).items():
-        measures.append(functools.partial(meter.measure_latents, name, num_heads, tiling))
-    return [row for measure in measures for row in _measure_steadily(measure, baseline)]
+    measures: dict[str, Callable[[], list[KernelRow]]] = {}
+    for name, variant in (DECODES | SMALL_DECODES).items():
+        measures[name] = functools.partial(meter.measure_decode, name, variant)
+    for name, variant in (PREFILLS | SMALL_PREFILLS).items():
+        measures[name] = functools.partial(meter.measure_prefill, name, variant)
+    for name, variant in (STORES | SMALL_STORES).items():
+        measures[name] = functools.partial(meter.measure_store, name, variant)
+    for name, (num_heads, tiling) in (LATENTS | SMALL_LATENTS).items():
+        measures[name] = functools.partial(meter.measure_latents, name, num_heads, tiling)
+    return [row for name in names for row in _measure_steadily(measures[name], baseline)]
 
 
 def _measure_steadily(

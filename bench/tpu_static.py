@@ -2,7 +2,8 @@
 
 `kernels` counts bundles of the attention kernels' inner loops; `programs` predicts steps of models
 on slices and, with `--compile`, compiles the engine's own programs for them. `kernels --small`
-takes a quarter of the heads and fewer variants. The last line is a summary.
+takes a quarter of the heads and fewer variants, `--kernel` those of a name. The last line is a
+summary.
 
 With `--gate`, exits with 1 on what is worse than the committed baseline: a loop with 5% more
 bundles or spills, a kernel that takes 5% longer to compile, a target that the baseline met, a loop
@@ -30,6 +31,7 @@ from bench.tpu_kernels import (
     REGRESSION,
     Baseline,
     KernelRow,
+    kernel_names,
     measure_kernels,
 )
 from bench.tpu_programs import (
@@ -61,7 +63,13 @@ def main() -> None:
     parser.add_argument("what", choices=("kernels", "programs"))
     parser.add_argument("--gate", action="store_true", help="exit with 1 on a regression")
     parser.add_argument("--small", action="store_true", help="kernels: small ones")
-    parser.add_argument("--write-baseline", action="store_true", help="keep these counts")
+    parser.add_argument(
+        "--kernel", default="", help="kernels: those whose name contains this, e.g. 'int8 pages'"
+    )
+    parser.add_argument(
+        "--baseline", type=Path, default=BASELINE, help="kernels: compare with this file"
+    )
+    parser.add_argument("--write-baseline", action="store_true", help="keep these counts in it")
     parser.add_argument(
         "--counts-only", action="store_true", help="kernels: no gate on how long compiling takes"
     )
@@ -72,11 +80,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.counts_only and args.write_baseline:
         parser.error("--write-baseline keeps compile times as well: not with --counts-only")
+    names = kernel_names(is_small=args.small, containing=args.kernel)
+    if not names:
+        parser.error(f"--kernel {args.kernel}: none of {kernel_names(is_small=args.small)}")
     jax.config.update("jax_platforms", "cpu")
     rows, misses, regressions = (
         _kernels(
-            args.only,
-            is_small=args.small,
+            args.only or GENERATIONS,
+            names,
+            path=args.baseline,
             write_baseline=args.write_baseline,
             counts_only=args.counts_only,
         )
@@ -106,10 +118,14 @@ def exit_status(regressions: Sequence[str], *, is_gate: bool) -> int:
 
 
 def _kernels(
-    only: list[str] | None, *, is_small: bool, write_baseline: bool, counts_only: bool
+    generations: Sequence[str],
+    names: Sequence[str],
+    *,
+    path: Path,
+    write_baseline: bool,
+    counts_only: bool,
 ) -> tuple[Sequence[KernelRow], list[str], list[str]]:
-    generations = only or list(GENERATIONS)
-    baseline: Baseline = json.loads(BASELINE.read_text())
+    baseline: Baseline = json.loads(path.read_text())
     if counts_only:
         baseline = {key: {**record, "compile_ratio": math.inf} for key, record in baseline.items()}
     with tempfile.TemporaryDirectory() as directory:
@@ -119,24 +135,19 @@ def _kernels(
             row
             for generation in generations
             for row in measure_kernels(
-                Path(directory),
-                generation,
-                {} if write_baseline else baseline,
-                is_small=is_small,
+                Path(directory), generation, {} if write_baseline else baseline, names
             )
         ]
     if write_baseline:
         baseline = {
             key: record
             for key, record in baseline.items()
-            if not _is_of_run(key, generations, is_small=is_small)
+            if not _is_of_run(key, generations, names)
         }
         baseline |= {row.key: _record(row) for row in rows}
-        BASELINE.write_text(json.dumps(baseline, indent=1, sort_keys=True) + "\n")
+        path.write_text(json.dumps(baseline, indent=1, sort_keys=True) + "\n")
     expected = {
-        key: record
-        for key, record in baseline.items()
-        if _is_of_run(key, generations, is_small=is_small)
+        key: record for key, record in baseline.items() if _is_of_run(key, generations, names)
     }
     known, regressions = judge_kernels(rows, expected)
     return rows, known, regressions
@@ -152,10 +163,10 @@ def _record(row: KernelRow) -> dict[str, float]:
     }
 
 
-def _is_of_run(key: str, generations: Sequence[str], *, is_small: bool) -> bool:
+def _is_of_run(key: str, generations: Sequence[str], names: Sequence[str]) -> bool:
     """Whether a loop of the baseline is one of those that a run measures."""
     generation, _, loop = key.partition(": ")
-    return generation in generations and loop.startswith("small ") == is_small
+    return generation in generations and loop.startswith(tuple(names))
 
 
 def judge_kernels(rows: Sequence[KernelRow], baseline: Baseline) -> tuple[list[str], list[str]]:

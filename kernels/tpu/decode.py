@@ -198,7 +198,7 @@ def _run(shape: DecodeShape, *refs: Any) -> None:
     def _() -> None:
         ahead, num_slots = shape.num_ahead, shape.num_slots
         seq = jnp.int32(0)
-        for index in range(ahead + 1):
+        for index in range(ahead + 2):
             seq = stream.start_ids(index, seq)
         for index in range(ahead):
             stream.wait_ids(index)
@@ -213,14 +213,15 @@ def _run(shape: DecodeShape, *refs: Any) -> None:
                 starts = []
             kernel.wait_inputs(index)
             kernel.finish_blocks(index)
-            seq = stream.start_ids(index + ahead + 1, seq)
             kernel.compute(index, starts)
             kernel.start_outs(index)
-            return seq
+            # Last: this round's tables are free, and what is fetched has a whole round to land.
+            return stream.start_ids(index + ahead + 2, seq)
 
         lax.fori_loop(0, num_rounds, run_round, seq)
         # Stages run ahead of the last round: what they started must land before the kernel ends.
-        stream.wait_ids(num_rounds + ahead)
+        for index in range(2):
+            stream.wait_ids(num_rounds + ahead + index)
         kernel.wait_outputs((num_rounds + ahead) % num_slots)
 
 

@@ -2,8 +2,8 @@
 
 What decode and prefill have in common. Items, each a key block of an entry of the plan, come in
 rounds: while one is computed, pages of the next go to VMEM, or of as many as there are slots for,
-and page ids of the one after these to SMEM. What a round needs to know of an item is computed once,
-with its page ids, and kept in SMEM. Knows nothing of queries.
+and page ids of one or two after these to SMEM. What a round needs to know of an item is computed
+once, with its page ids, and kept in SMEM. Knows nothing of queries.
 
 | array | shape | where |
 |---|---|---|
@@ -147,7 +147,7 @@ class PageStream:
     def start_ids(self, index: Any, entry: jax.Array) -> jax.Array:
         """Describe a round's items and fetch their page ids; returns the next round's entry."""
         plan, block, items = self.plan, self.block, self.scratch.items
-        slot = index % IDS_SLOTS
+        slot, last_window = index % IDS_SLOTS, self.windows.shape[1] - 1
         for j in range(self.round_items):
             number = index * self.round_items + j
             first_page = (number + plan.block_offsets[entry]) * block.pages
@@ -157,8 +157,10 @@ class PageStream:
             items.first_id[slot, j] = self._ids_base(slot, j) + first_page % PAGE_WINDOW
             items.is_first[slot, j] = (number == plan.first_items[entry]).astype(jnp.int32)
             items.parity[slot, j] = entry % 2
+            # Past the last item a block's number grows on, beyond the table.
+            window = jnp.minimum(first_page // PAGE_WINDOW, last_window)
             pltpu.make_async_copy(
-                self.windows.at[plan.seq_ids[entry], first_page // PAGE_WINDOW, 0],
+                self.windows.at[plan.seq_ids[entry], window, 0],
                 self.scratch.ids.at[pl.ds(self._ids_base(slot, j), PAGE_WINDOW)],
                 self.scratch.ids_sem.at[slot],
             ).start()

@@ -91,6 +91,15 @@ def test_equals_dense_attention_and_reads_no_spare_memory(case, tiling):
     assert not out[sum(case.q_lens) :].any()
 
 
+def test_rounds_that_run_ahead_read_no_page_ids_beyond_the_table():
+    # One window of 128 ids, 64 pages a round: interpret mode raises where a copy starts outside.
+    case = Case(q_lens=(1,), kv_lens=(40,), **{**SHAPE, "page_size": 16})
+    tiling = dataclasses.replace(TILING, block_keys=512)
+    inputs = draw(case)
+    out, _ = run(interpreted(tiling), case, inputs)
+    np.testing.assert_allclose(out, oracle(case, inputs), rtol=0, atol=TOLERANCE[case.dtype])
+
+
 @pytest.mark.parametrize("decode_slots", [2, 3])
 def test_no_copy_races_with_another_or_with_arithmetic(decode_slots):
     tiling = dataclasses.replace(TILING, decode_slots=decode_slots)

@@ -1,6 +1,7 @@
 """The static gate of the TPU kernels: what it calls a miss and a regression, and that it passes."""
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.tpu_kernels import KernelRow
-from bench.tpu_static import exit_status, judge_kernels
+from bench.tpu_static import BASELINE, exit_status, judge_kernels
 
 ROW = KernelRow(
     loop="decode: MiB of KV",
@@ -23,6 +24,8 @@ ROW = KernelRow(
     reference_s=1.5,
     compile_ratio=2.0,
 )
+GATE = ("--gate", "--small", "--counts-only", "--only=v6e")
+SMALL_STORE = "v6e: small store: page of 128 tokens"
 RECORD = {"bundles": 300.0, "spills": 20.0, "compile_s": 3.0, "compile_ratio": 2.0}
 
 
@@ -78,15 +81,39 @@ def test_a_target_that_the_baseline_misses_is_known_and_a_new_miss_is_a_regressi
     assert regressions == [f"{over.key}: 311.0 bundles, target 310"]
 
 
-def test_small_kernels_of_v6e_pass_the_gate() -> None:
-    arguments = ["--small", "--gate", "--counts-only", "--only=v6e"]
-    gate = subprocess.run(  # libtpu takes its flags when it is loaded: a process of its own
-        [sys.executable, "-m", "bench.tpu_static", "kernels", *arguments],
+def run_gate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The gate on small kernels of v6e; a process of its own: libtpu takes flags when it loads."""
+    return subprocess.run(
+        [sys.executable, "-m", "bench.tpu_static", "kernels", *GATE, *arguments],
         cwd=Path(__file__).parents[2],
         env=os.environ | {"ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_small_kernels_of_v6e_pass_the_gate() -> None:
+    gate = run_gate()
     assert gate.returncode == 0, gate.stdout + gate.stderr
     assert "tpu_static kernels: " in gate.stdout.splitlines()[-1]
+
+
+def test_the_gate_exits_with_1_and_names_the_kernel_that_became_worse(tmp_path: Path) -> None:
+    baseline = json.loads(BASELINE.read_text())
+    before = round(baseline[SMALL_STORE]["bundles"] / 1.1, 1)
+    baseline[SMALL_STORE]["bundles"] = before
+    path = tmp_path / "baseline.json"
+    path.write_text(json.dumps(baseline))
+    gate = run_gate("--kernel=small store", f"--baseline={path}")
+    assert gate.returncode == 1, gate.stdout + gate.stderr
+    regression, summary = gate.stdout.splitlines()[-2:]
+    assert regression.startswith(f"regression: {SMALL_STORE}: ")
+    assert regression.endswith(f" bundles, baseline {before}")
+    assert summary.startswith("tpu_static kernels: 1 rows, 1 regressions, 0 known misses")
+
+
+def test_the_gate_refuses_a_kernel_that_there_is_not() -> None:
+    gate = run_gate("--kernel=smal store")
+    assert gate.returncode == 2
+    assert "none of ['small decode'" in gate.stderr
