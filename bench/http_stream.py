@@ -90,6 +90,8 @@ class HttpStream(asyncio.Protocol):
             httptools.HttpParserError: what came is no HTTP.
         """
         assert self._transport is not None
+        if not self.is_open:  # no callback will come from it any more
+            raise ConnectionLost("the connection was closed while it was idle", is_unused=True)
         self.status, self.pieces, self._has_begun = 0, [], False
         self._on_piece = on_piece
         self._parser = httptools.HttpResponseParser(self)

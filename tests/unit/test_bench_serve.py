@@ -341,9 +341,17 @@ class RawServer:
         self.url = ""
         self.num_connections = 0
         self._answers = list(answers)
+        self._writers: list[asyncio.StreamWriter] = []
+
+    async def drop_connections(self) -> None:
+        """Close all, as a server does with those that nobody has used for a while."""
+        for writer in self._writers:
+            writer.close()
+            await writer.wait_closed()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
+        self._writers.append(writer)
         while self._answers and await reader.readline():
             length = 0
             while (line := await reader.readline()) not in (b"\r\n", b""):
@@ -385,6 +393,18 @@ async def test_a_connection_is_used_again_and_one_closed_meanwhile_is_replaced()
     records, server = await ask_raw(chunked(WHOLE), chunked(WHOLE), b"", chunked(WHOLE), count=3)
     assert [record.num_output_tokens for record in records] == [3, 3, 3]
     assert all(record.is_ok for record in records)
+    assert server.num_connections == 2
+
+
+async def test_a_connection_that_the_server_closed_while_it_was_idle_is_not_waited_for() -> None:
+    answers = [chunked(WHOLE)] * 3
+    async with raw_server(*answers) as server, LoadClient(server.url, "toy") as client:
+        specs = fixed(1, Shape(prompt_tokens=4, max_tokens=3))
+        await client.run_closed(specs, concurrency=1, limit_s=10)
+        await server.drop_connections()
+        await asyncio.sleep(0.1)  # the client sees the end
+        (record,) = await client.run_closed(specs, concurrency=1, limit_s=10)
+    assert record.is_ok
     assert server.num_connections == 2
 
 
