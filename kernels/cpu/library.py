@@ -171,8 +171,8 @@ def _isa_flags() -> dict[str, tuple[str, ...]]:
 
 def _cpu_features() -> str:
     """What chooses between instruction sets, e.g. "x86_64 AuthenticAMD avx2 avx512f fma"."""
-    wanted = {"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"}
-    wanted |= {"avx512_vnni", "avx512_bf16"}
+    avx512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"}
+    wanted = {"avx2", "fma"} | avx512
     fields: dict[str, str] = {}  # of the first processor
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():

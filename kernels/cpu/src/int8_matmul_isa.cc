@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "int8_matmul.h"
+#include "row_blocks.h"
 #include "simd.h"
 
 namespace systole::SYSTOLE_ISA {
@@ -206,7 +207,6 @@ SYSTOLE_INLINE void add_products(U32 acc[R][kVectors], const uint32_t* w, const 
 #endif
 }
 
-// `ahead` as in matmul_isa.cc.
 template <int R>
 void multiply_block(const Int8MatmulArgs& args, int64_t row, int64_t group, const char* ahead) {
   const int64_t words = args.num_words();
@@ -218,13 +218,7 @@ void multiply_block(const Int8MatmulArgs& args, int64_t row, int64_t group, cons
     SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) acc[r][c] = start;
   }
   for (int64_t i = 0; i < words; ++i) {
-    if (ahead == nullptr) {
-      SYSTOLE_UNROLL for (int at = 0; at < kInt8Group * 4; at += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at);
-      }
-    } else {
-      __builtin_prefetch(ahead + i * 64, 0, 2);
-    }
+    prefetch_weights(w, kAhead, ahead, i);
     add_products<R>(acc, w, x);
     w += kInt8Group;
     x += R * kWordsPerWord;
@@ -252,18 +246,11 @@ MultiplyBlock block_of(int64_t rows, std::integer_sequence<int, I...>) {
 }
 
 void multiply(const Int8MatmulArgs& args, int64_t rows_per_block, int64_t begin, int64_t end) {
-  const int64_t half = args.num_words() * kInt8Group * 2;  // bytes; see matmul_isa.cc
-  const bool is_alone = args.num_rows <= rows_per_block;
-  for (int64_t group = begin; group < end; ++group) {
-    const char* next = reinterpret_cast<const char*>(args.w) + (group + 1) * 2 * half;
-    for (int64_t row = 0; row < args.num_rows; row += rows_per_block) {
-      const int64_t left = args.num_rows - row;
-      const bool is_own = is_alone || row >= 2 * rows_per_block;
-      const char* ahead = is_own ? nullptr : row == 0 ? next : next + half;
-      const int64_t rows = left < rows_per_block ? left : rows_per_block;
-      block_of(rows, std::make_integer_sequence<int, kMaxRows>())(args, row, group, ahead);
-    }
-  }
+  const int64_t group_bytes = args.num_words() * kInt8Group * 4;
+  for_each_block(args.w, group_bytes, args.num_rows, rows_per_block, begin, end,
+                 [&args](int64_t rows, int64_t row, int64_t group, const char* ahead) {
+                   block_of(rows, std::make_integer_sequence<int, kMaxRows>())(args, row, group, ahead);
+                 });
 }
 
 }  // namespace

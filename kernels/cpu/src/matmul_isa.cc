@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "matmul.h"
+#include "row_blocks.h"
 #include "simd.h"
 
 namespace systole::SYSTOLE_ISA {
@@ -130,8 +131,6 @@ SYSTOLE_INLINE void add_products(F32 acc[R][kVectors], const uint32_t* w, const 
 #endif
 }
 
-// `ahead` is the half of the next group that this block asks for meanwhile, null where it asks for
-// its own weights.
 template <int R>
 void multiply_block(const MatmulArgs& args, int64_t row, int64_t group, const char* ahead) {
   const int64_t pairs = args.num_inputs / 2;
@@ -142,13 +141,7 @@ void multiply_block(const MatmulArgs& args, int64_t row, int64_t group, const ch
     SYSTOLE_UNROLL for (int c = 0; c < kVectors; ++c) acc[r][c] = broadcast(0.0f);
   }
   for (int64_t pair = 0; pair < pairs; ++pair) {
-    if (ahead == nullptr) {
-      SYSTOLE_UNROLL for (int at = 0; at < kGroup * 4; at += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + at);
-      }
-    } else {
-      __builtin_prefetch(ahead + pair * 64, 0, 2);
-    }
+    prefetch_weights(w, kAhead, ahead, pair);
     add_products<R>(acc, w, x);
     w += kGroup;
     x += R * 2 / kInputsPerWord;
@@ -169,20 +162,11 @@ MultiplyBlock block_of(int64_t rows, std::integer_sequence<int, I...>) {
 }
 
 void multiply(const MatmulArgs& args, int64_t rows_per_block, int64_t begin, int64_t end) {
-  // With several blocks of rows a group stays in the second-level cache for all of them. The first
-  // two fetch the next group into it: memory would rest while the later blocks compute.
-  const int64_t half = args.num_inputs * kGroup;  // bytes
-  const bool is_alone = args.num_rows <= rows_per_block;
-  for (int64_t group = begin; group < end; ++group) {
-    const char* next = reinterpret_cast<const char*>(args.w) + (group + 1) * 2 * half;
-    for (int64_t row = 0; row < args.num_rows; row += rows_per_block) {
-      const int64_t left = args.num_rows - row;
-      const bool is_own = is_alone || row >= 2 * rows_per_block;
-      const char* ahead = is_own ? nullptr : row == 0 ? next : next + half;
-      const int64_t rows = left < rows_per_block ? left : rows_per_block;
-      block_of(rows, std::make_integer_sequence<int, kMaxRows>())(args, row, group, ahead);
-    }
-  }
+  const int64_t group_bytes = args.num_inputs * kGroup * 2;
+  for_each_block(args.w, group_bytes, args.num_rows, rows_per_block, begin, end,
+                 [&args](int64_t rows, int64_t row, int64_t group, const char* ahead) {
+                   block_of(rows, std::make_integer_sequence<int, kMaxRows>())(args, row, group, ahead);
+                 });
 }
 
 }  // namespace
