@@ -177,20 +177,32 @@ class Matcher:
 
         Sets `error` where that takes too much time or memory: the bits are then meaningless.
         """
-        begin_s = time.thread_time()  # a crowded machine is not the grammar's fault
+        self.fill_mask_at(words.ctypes.data, words.nbytes, time.thread_time())
+
+    def fill_mask_at(self, address: int, num_bytes: int, begin_s: float) -> float:
+        """As `fill_mask`, for memory at an address; for `fill_masks`.
+
+        Args:
+            address: of the words.
+            num_bytes: of the words.
+            begin_s: the thread's time now.
+
+        Returns:
+            The thread's time afterwards.
+        """
         self._grammar.num_masks += 1
-        self._parser.unsafe_compute_mask_ptr(words.ctypes.data, words.size * words.itemsize)
+        self._parser.unsafe_compute_mask_ptr(address, num_bytes)
         if self._is_sharing and self._parser.is_error():
             # Other outputs may have brought the lexer to its limit.
             self._is_sharing = False
             self._parser = self._grammar.compile()
             if self._parser.consume_tokens(self._consumed):
-                self._parser.unsafe_compute_mask_ptr(words.ctypes.data, words.size * words.itemsize)
-        self._spent_s = max(
-            -_ALLOWANCE_S, self._spent_s + time.thread_time() - begin_s - SLOW_MASK_S
-        )
+                self._parser.unsafe_compute_mask_ptr(address, num_bytes)
+        end_s = time.thread_time()  # a crowded machine is not the grammar's fault
+        self._spent_s = max(-_ALLOWANCE_S, self._spent_s + end_s - begin_s - SLOW_MASK_S)
         if self._spent_s > 0:
             self._error = "finding out which tokens it allows takes too much time"
+        return end_s
 
     def consume(self, token_id: int) -> bool:
         """Take the output's next token; False: it is not allowed, or there was an error before."""
@@ -202,6 +214,15 @@ class Matcher:
     def replay(self, token_ids: Iterable[int]) -> bool:
         """Take tokens of an output that began elsewhere."""
         return all(self.consume(token_id) for token_id in token_ids)
+
+
+def fill_masks(matchers: Iterable[Matcher], masks: npt.NDArray[np.int32]) -> None:
+    """`Matcher.fill_mask` for each row of [N, words]; looks at clock and array once for all."""
+    address, num_bytes = masks.ctypes.data, masks.strides[0]
+    now_s = time.thread_time()
+    for matcher in matchers:
+        now_s = matcher.fill_mask_at(address, num_bytes, now_s)
+        address += num_bytes
 
 
 def grammar_of_json_schema(schema: Mapping[str, Any]) -> str:

@@ -20,7 +20,6 @@ from jax import lax
 
 from kernels.token_masks import unpack_bits
 from replicas.engine.packed_fields import PackedFields
-from replicas.engine.row_groups import for_each_group
 from replicas.engine.sampler import SamplingArrays, sample
 from replicas.engine.sequence import Sequence
 from replicas.wire import (
@@ -160,25 +159,20 @@ def draw(
 ) -> Int32[Array, " R"]:
     """Draw the token of every row that has a slot and is not guided; others get an arbitrary one.
 
-    The logits of rows that ask for it are adjusted first. Those rows are drawn in groups of their
-    own: the others' logits are neither copied nor read twice, and where there are none, nothing
-    runs but a test of that.
+    The logits of rows that ask for it are adjusted first.
     """
-    is_adjusted = outputs.have(ADJUSTED)
-    is_plain = (outputs.slots < slot_rows.shape[0]) & ~outputs.have(ADJUSTED | GUIDED)
-    tokens = sample(logits, arrays, is_plain)
     fields = slot_row_fields(logits.shape[1])
 
-    def visit(rows: Array, tokens: Array) -> Array:
-        own = SamplingArrays(*(a.at[rows].get(mode="clip") for a in arrays))
+    def adjust_group(own_logits: Array, own: SamplingArrays, rows: Array) -> Array:
         own_slots = outputs.slots.at[rows].get(mode="clip")
-        own_rows = fields.split(slot_rows.at[own_slots].get(mode="clip"))
-        adjusted = adjust(logits.at[rows].get(mode="clip"), own, own_rows)
-        is_member = rows < tokens.shape[0]
-        return tokens.at[rows].set(sample(adjusted, own, is_member), mode="drop")
+        return adjust(own_logits, own, fields.split(slot_rows.at[own_slots].get(mode="clip")))
 
-    return lax.cond(
-        jnp.any(is_adjusted), lambda: for_each_group(is_adjusted, visit, tokens), lambda: tokens
+    return sample(
+        logits,
+        arrays,
+        (outputs.slots < slot_rows.shape[0]) & ~outputs.have(GUIDED),
+        is_changed=outputs.have(ADJUSTED),
+        change=adjust_group,
     )
 
 

@@ -28,16 +28,16 @@ from replicas.engine.adjustments import (
     OutputRows,
     adjust,
     note_drawn,
-    row_flags,
     slot_row_fields,
 )
 from replicas.engine.engine import SequenceLogprobs, StepOutput
 from replicas.engine.logprobs import logprob_words, pack_logprobs, token_entries
 from replicas.engine.packed_fields import PackedFields
 from replicas.engine.row_groups import GROUP_ROWS
-from replicas.engine.sampler import SamplingArrays, sample, seed_words
+from replicas.engine.sampler import SamplingArrays, sample_group
 from replicas.engine.scheduler import ScheduledSequence, StepPlan
-from replicas.engine.step import unpack_sampling
+from replicas.engine.step import SlotTable, pack_sampling, unpack_sampling
+from replicas.grammar import Matcher, fill_masks
 
 
 class GuidedState(NamedTuple):
@@ -110,8 +110,7 @@ class GuidedLayout:
         num_rows: int,
         *,
         num_outputs: int,
-        num_slots: int,
-        vocab_size: int,
+        table: SlotTable,
         apply_token_masks: ApplyTokenMasks,
     ) -> None:
         """Lay a draw out.
@@ -119,15 +118,13 @@ class GuidedLayout:
         Args:
             num_rows: N, a multiple of the rows of a group.
             num_outputs: R, output rows of the steps that it follows.
-            num_slots: of the engine.
-            vocab_size: V.
+            table: knows the sequences' sampling parameters.
             apply_token_masks: the kernel.
         """
         assert num_rows % GROUP_ROWS == 0, num_rows
         self.num_rows = num_rows
         self.num_outputs = num_outputs
-        self._num_slots = num_slots
-        self._vocab_size = vocab_size
+        self._table = table
         self._apply_token_masks = apply_token_masks
 
     def __str__(self) -> str:
@@ -143,7 +140,7 @@ class GuidedLayout:
                 "num_rows": (1,),
                 **dict.fromkeys(names, (num_rows,)),
                 "seeds": (num_rows, 2),
-                "masks": (num_rows, -(-self._vocab_size // 32)),
+                "masks": (num_rows, -(-self._table.vocab_size // 32)),
             }
         )
 
@@ -151,26 +148,19 @@ class GuidedLayout:
         """Write what a draw for these parts of a step needs; works out their masks.
 
         Returns:
-            i32 [fields.size]; rows past the parts' write to the scratch slot.
+            i32 [fields.size]; rows past the parts' write to the scratch slot, and have no mask.
         """
-        packed = np.zeros(self.fields.size, np.int32)
+        count, slots = len(parts), [part.slot for part in parts]
+        packed = np.empty(self.fields.size, np.int32)
+        packed[: self.fields.start("masks")] = 0
         view = self.fields.views(packed)
-        view["slots"][:] = self._num_slots
-        samplings = [part.sequence.request.sampling for part in parts]
-        count = len(parts)
         view["num_rows"][0] = count
-        view["slots"][:count] = [part.slot for part in parts]
-        view["flags"][:count] = [row_flags(sampling) for sampling in samplings]
+        view["slots"][:count] = slots
+        view["slots"][count:] = self._table.num_slots
+        view["flags"][:count] = self._table.guided_flags[slots]
         view["positions"][:count] = [part.start + part.num_tokens for part in parts]
-        view["temperature"].view(np.float32)[:count] = [s.temperature for s in samplings]
-        view["top_k"][:count] = [s.top_k for s in samplings]
-        view["top_p"].view(np.float32)[:] = 1.0
-        view["top_p"].view(np.float32)[:count] = [s.top_p for s in samplings]
-        for row, sampling in enumerate(samplings):
-            view["seeds"].view(np.uint32)[row] = seed_words(sampling.seed)
-        for words, part in zip(view["masks"], parts, strict=False):
-            assert part.sequence.matcher is not None
-            part.sequence.matcher.fill_mask(words)
+        pack_sampling(view, self._table, slots)
+        fill_masks([cast("Matcher", part.sequence.matcher) for part in parts], view["masks"])
         return packed
 
     def draw(
@@ -184,13 +174,13 @@ class GuidedLayout:
         field = self.fields.split(packed)
         arrays = unpack_sampling(field, positions=field["positions"])
         outputs = OutputRows(slots=field["slots"], flags=field["flags"])
-        is_row = outputs.slots < self._num_slots
+        is_row = outputs.slots < self._table.num_slots
         is_needy = is_row & ((arrays.temperature > 0) | outputs.have(ADJUSTED | LOGPROBS))
         rows = held.rows.at[outputs.slots].get(mode="clip")
         allowed, best = self._apply_token_masks(
             held.logits, rows, field["masks"], is_needy, field["num_rows"]
         )
-        row_fields = slot_row_fields(self._vocab_size)
+        row_fields = slot_row_fields(self._table.vocab_size)
 
         def visit(group: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             start = group * GROUP_ROWS
@@ -198,22 +188,23 @@ class GuidedLayout:
             def of_group(values: Array) -> Array:
                 return lax.dynamic_slice_in_dim(values, start, GROUP_ROWS)
 
-            own = SamplingArrays(*map(of_group, arrays))
-            own_outputs, own_is_needy = OutputRows(*map(of_group, outputs)), of_group(is_needy)
-            own_allowed = of_group(allowed)
-
-            def adjusted() -> Array:
-                slot_rows = state.slot_rows.at[own_outputs.slots].get(mode="clip")
-                changed = adjust(own_allowed, own, row_fields.split(slot_rows))
-                has_any = jnp.max(changed, axis=1) > -jnp.inf
-                is_changed = own_outputs.have(ADJUSTED) & has_any
-                return jnp.where(is_changed[:, None], changed, own_allowed)
-
             def draw_group() -> tuple[Array, Array]:
                 token_ids, table = carry
+                own = SamplingArrays(*map(of_group, arrays))
+                own_outputs, own_is_needy = OutputRows(*map(of_group, outputs)), of_group(is_needy)
+                own_allowed = of_group(allowed)
+
+                def adjusted() -> Array:
+                    slot_rows = state.slot_rows.at[own_outputs.slots].get(mode="clip")
+                    changed = adjust(own_allowed, own, row_fields.split(slot_rows))
+                    has_any = jnp.max(changed, axis=1) > -jnp.inf
+                    is_changed = own_outputs.have(ADJUSTED) & has_any
+                    return jnp.where(is_changed[:, None], changed, own_allowed)
+
                 is_adjusted = jnp.any(own_outputs.have(ADJUSTED))
                 final = lax.cond(is_adjusted, adjusted, lambda: own_allowed)
-                drawn = jnp.where(own_is_needy, sample(final, own, own_is_needy), of_group(best))
+                sampled = sample_group(final, own, own_is_needy)
+                drawn = jnp.where(own_is_needy, sampled, of_group(best))
 
                 def entries() -> Array:
                     own_logits = held.logits.at[of_group(rows)].get(mode="clip")
@@ -226,11 +217,16 @@ class GuidedLayout:
                     lax.dynamic_update_slice_in_dim(table, own_table, start, axis=0),
                 )
 
-            return lax.cond(jnp.any(own_is_needy), draw_group, lambda: carry)
+            return lax.cond(jnp.any(of_group(is_needy)), draw_group, lambda: carry)
 
         num_groups = (field["num_rows"][0] + GROUP_ROWS - 1) // GROUP_ROWS
-        table = jnp.zeros((self.num_rows, logprob_words(self._vocab_size)), jnp.int32)
-        token_ids, table = lax.fori_loop(0, num_groups, visit, (best, table))
+        drawn = (
+            best,
+            jnp.zeros((self.num_rows, logprob_words(self._table.vocab_size)), jnp.int32),
+        )
+        token_ids, table = lax.cond(
+            jnp.any(is_needy), lambda: lax.fori_loop(0, num_groups, visit, drawn), lambda: drawn
+        )
         state = GuidedState(
             last_token_ids=state.last_token_ids.at[outputs.slots].set(token_ids),
             slot_rows=note_drawn(
@@ -238,18 +234,18 @@ class GuidedLayout:
                 token_ids,
                 arrays.positions,
                 outputs,
-                vocab_size=self._vocab_size,
+                vocab_size=self._table.vocab_size,
             ),
         )
         return state, token_ids, table
 
     def held_shapes(self, sharding: jax.sharding.Sharding | None) -> HeldLogits:
         """What a step holds, abstractly."""
-        logits = (self.num_outputs, self._vocab_size)
+        logits = (self.num_outputs, self._table.vocab_size)
         return HeldLogits(
             *(
                 cast("Any", jax.ShapeDtypeStruct(shape, dtype, sharding=sharding))
-                for shape, dtype in ((logits, jnp.float32), ((self._num_slots,), jnp.int32))
+                for shape, dtype in ((logits, jnp.float32), ((self._table.num_slots,), jnp.int32))
             )
         )
 

@@ -366,8 +366,7 @@ class ModelRunner:
                 layout = GuidedLayout(
                     size,
                     num_outputs=num_outputs,
-                    num_slots=config.max_num_seqs,
-                    vocab_size=self._model.vocab_size,
+                    table=self._table,
                     apply_token_masks=self._model.apply_token_masks,
                 )
                 layouts[str(layout)] = layout

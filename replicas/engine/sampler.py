@@ -13,7 +13,7 @@ of 8 rows, and top-p only says whether to draw again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -50,31 +50,93 @@ class SamplingArrays(NamedTuple):
     positions: Int32[Array, " S"]
 
 
+class ChangeFn(Protocol):
+    """Changes the logits of a group of rows."""
+
+    def __call__(
+        self,
+        logits: Float32[Array, "G V"],
+        arrays: SamplingArrays,
+        rows: Int32[Array, " G"],
+        /,
+    ) -> Float32[Array, "G V"]:
+        """Other logits in place of these; `rows` says whose, one past the last for nobody's."""
+        ...
+
+
 def sample(
-    logits: Float32[Array, "S V"], arrays: SamplingArrays, is_wanted: Bool[Array, " S"]
+    logits: Float32[Array, "S V"],
+    arrays: SamplingArrays,
+    is_wanted: Bool[Array, " S"],
+    *,
+    is_changed: Bool[Array, " S"],
+    change: ChangeFn,
 ) -> Int32[Array, " S"]:
     """Return the next token of each row that is wanted, an arbitrary one of the others.
 
-    Greedy rows take the most likely token, the lowest id among equals. Nothing runs that no wanted
-    row needs.
+    Greedy rows take the most likely token, the lowest id among equals. The others are drawn in
+    groups of their own, by one copy of that code: every array in it costs XLA's CPU client time,
+    also where it does not run. Nothing runs that no wanted row needs.
+
+    Args:
+        logits: of every row.
+        arrays: parameters of every row.
+        is_wanted: rows whose token is read.
+        is_changed: rows that are drawn from other logits.
+        change: what those are.
     """
     with jax.named_scope("sample"):
-        is_random = is_wanted & (arrays.temperature > 0)
+        is_apart = is_wanted & (is_changed | (arrays.temperature > 0))
         greedy = lax.cond(
-            jnp.any(is_wanted & ~is_random),
+            jnp.any(is_wanted & ~is_apart),
             lambda: _first_argmax(logits),
             lambda: jnp.zeros_like(arrays.top_k),
         )
-        return lax.cond(
-            jnp.any(is_random),
-            lambda: jnp.where(is_random, _sample_random(logits, arrays, is_random), greedy),
-            lambda: greedy,
-        )
+
+        def draw(rows: Array, own_logits: Array, own: SamplingArrays) -> Array:
+            own_changed = is_changed.at[rows].get(mode="fill", fill_value=False)
+            own_logits = lax.cond(
+                jnp.any(own_changed),
+                lambda: jnp.where(own_changed[:, None], change(own_logits, own, rows), own_logits),
+                lambda: own_logits,
+            )
+            is_own = is_apart.at[rows].get(mode="fill", fill_value=False)
+            return sample_group(own_logits, own, is_own)
+
+        def visit(rows: Array, tokens: Array) -> Array:
+            own = SamplingArrays(*(a.at[rows].get(mode="clip") for a in arrays))
+            drawn = draw(rows, logits.at[rows].get(mode="clip"), own)
+            return tokens.at[rows].set(drawn, mode="drop")
+
+        def draw_apart() -> Array:
+            if logits.shape[0] == GROUP_ROWS:  # a group as it is: nothing to gather
+                drawn = draw(jnp.arange(GROUP_ROWS), logits, arrays)
+                return jnp.where(is_apart, drawn, greedy)
+            return for_each_group(is_apart, visit, greedy)
+
+        return lax.cond(jnp.any(is_apart), draw_apart, lambda: greedy)
+
+
+def sample_group(
+    logits: Float32[Array, "G V"], arrays: SamplingArrays, is_wanted: Bool[Array, " G"]
+) -> Int32[Array, " G"]:
+    """As `sample`, for a group of `GROUP_ROWS` rows, most of which are random."""
+    is_random = is_wanted & (arrays.temperature > 0)
+    greedy = lax.cond(
+        jnp.any(is_wanted & ~is_random),
+        lambda: _first_argmax(logits),
+        lambda: jnp.zeros_like(arrays.top_k),
+    )
+    return lax.cond(
+        jnp.any(is_random),
+        lambda: jnp.where(is_random, _sample_random(logits, arrays, is_random), greedy),
+        lambda: greedy,
+    )
 
 
 def _sample_random(
-    logits: Float32[Array, "S V"], arrays: SamplingArrays, is_random: Bool[Array, " S"]
-) -> Int32[Array, " S"]:
+    logits: Float32[Array, "G V"], arrays: SamplingArrays, is_random: Bool[Array, " G"]
+) -> Int32[Array, " G"]:
     """Draw every row; rows that are not random get an arbitrary token."""
     uniforms = _uniforms(arrays)
     is_narrow = _has_top_k(arrays, logits.shape[1]) & (arrays.top_k <= _NUM_CANDIDATES)
@@ -86,7 +148,9 @@ def _sample_random(
     is_needy = is_random & ~is_decided
     return lax.cond(
         jnp.any(is_needy),
-        lambda: _sample_vocabulary(logits, arrays, uniforms, is_needy, tokens),
+        lambda: jnp.where(
+            is_needy, _draw_from_vocabulary(logits, arrays, uniforms, is_needy), tokens
+        ),
         lambda: tokens,
     )
 
@@ -143,31 +207,6 @@ def _sample_candidates(
     return jnp.take_along_axis(token_ids, chosen[:, None], axis=1)[:, 0], is_decided
 
 
-def _sample_vocabulary(
-    logits: Float32[Array, "S V"],
-    arrays: SamplingArrays,
-    uniforms: Float32[Array, "S 2"],
-    is_needy: Bool[Array, " S"],
-    tokens: Int32[Array, " S"],
-) -> Int32[Array, " S"]:
-    """Redraw the needy rows from their whole vocabulary, a group at a time."""
-    if logits.shape[0] == GROUP_ROWS:  # a group as it is: nothing to gather
-        drawn = _draw_from_vocabulary(logits, arrays, uniforms, is_needy)
-        return jnp.where(is_needy, drawn, tokens)
-
-    def draw_group(members: Array, tokens: Array) -> Array:
-        member_arrays = SamplingArrays(*(a.at[members].get(mode="clip") for a in arrays))
-        drawn = _draw_from_vocabulary(
-            logits.at[members].get(mode="clip"),
-            member_arrays,
-            uniforms.at[members].get(mode="clip"),
-            members < logits.shape[0],
-        )
-        return tokens.at[members].set(drawn, mode="drop")
-
-    return for_each_group(is_needy, draw_group, tokens)
-
-
 def _draw_from_vocabulary(
     logits: Float32[Array, "G V"],
     arrays: SamplingArrays,
@@ -206,8 +245,10 @@ def _draw_from_vocabulary(
         in_block = jnp.where(is_open, jnp.take_along_axis(weights, token_ids, axis=1), 0.0)
         return jnp.minimum(block * _CDF_BLOCK + _draw(in_block, uniforms[:, 1]), vocab_size - 1)
 
-    def draw_again(state: tuple[Array, ...]) -> tuple[Array, ...]:
-        attempt, tokens, block_sums, floor, is_open = state
+    def cut_off(
+        tokens: Array, block_sums: Array, floor: Array, is_open: Array
+    ) -> tuple[Array, Array, Array]:
+        """Which open rows must draw again, and from what."""
         values = jnp.take_along_axis(logits, tokens[:, None], axis=1)
         is_above = logits > values
         sums_above = sum_blocks(jnp.where(is_above, weights, 0.0))
@@ -221,15 +262,23 @@ def _draw_from_vocabulary(
         )
         is_open &= is_cut
         block_sums = jnp.where(is_open[:, None], sums_above, block_sums)
-        floor = jnp.where(is_open, values[:, 0], floor)
-        redrawn = draw(block_sums, floor, _uniforms(arrays, attempt))
-        return attempt + 1, jnp.where(is_open, redrawn, tokens), block_sums, floor, is_open
+        return block_sums, jnp.where(is_open, values[:, 0], floor), is_open
+
+    def attempt(state: tuple[Array, ...]) -> tuple[Array, ...]:
+        number, tokens, block_sums, floor, is_open = state
+        own_uniforms = jnp.where(number == 0, uniforms, _uniforms(arrays, number))
+        tokens = jnp.where(is_open, draw(block_sums, floor, own_uniforms), tokens)
+        is_open &= has_top_k | has_top_p
+        block_sums, floor, is_open = lax.cond(
+            jnp.any(is_open),
+            lambda: cut_off(tokens, block_sums, floor, is_open),
+            lambda: (block_sums, floor, is_open),
+        )
+        return number + 1, tokens, block_sums, floor, is_open
 
     floor = jnp.full_like(arrays.temperature, -jnp.inf)
-    tokens = draw(block_sums, floor, uniforms)
-    is_open = (has_top_k | has_top_p) & is_needy
-    state = (jnp.uint32(1), tokens, block_sums, floor, is_open)
-    return lax.while_loop(lambda state: jnp.any(state[-1]), draw_again, state)[1]
+    state = (jnp.uint32(0), jnp.zeros_like(arrays.top_k), block_sums, floor, is_needy)
+    return lax.while_loop(lambda state: jnp.any(state[-1]), attempt, state)[1]
 
 
 def _keep_top_k(
@@ -253,8 +302,11 @@ def _draw(weights: Float32[Array, "S C"], uniform: Float32[Array, " S"]) -> Int3
     """Invert the CDF of unnormalised weights at `uniform`; never returns a weight of zero."""
     cumulative = jnp.cumsum(weights, axis=1)
     is_hit = (cumulative > (uniform * cumulative[:, -1])[:, None]) & (weights > 0)
-    # Rounding can leave the last token without a hit: then the most likely one is taken.
-    return jnp.where(jnp.any(is_hit, axis=1), _first_argmax(is_hit), _first_argmax(weights))
+    places = lax.broadcasted_iota(jnp.int32, weights.shape, 1)
+    first = jnp.min(jnp.where(is_hit, places, weights.shape[1]), axis=1)
+    # Rounding can leave the last token without its hit.
+    last = jnp.max(jnp.where(weights > 0, places, 0), axis=1)
+    return jnp.minimum(first, last)
 
 
 def _first_argmax(x: Array) -> Int32[Array, " S"]:

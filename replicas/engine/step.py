@@ -136,6 +136,10 @@ class SlotTable:
     """Per-slot rows that a step's rows are gathered from, so that only changes cost Python time.
 
     The host's mirror of what the scheduler assigned: page list and sampling parameters by slot.
+
+    Attributes:
+        flags: of what a step draws, by slot.
+        guided_flags: of what is drawn behind a step.
     """
 
     def __init__(self, *, num_slots: int, pages_per_seq: int, vocab_size: int) -> None:
@@ -144,6 +148,7 @@ class SlotTable:
         self.pages_per_seq = pages_per_seq
         self.page_indices = np.zeros((num_slots, pages_per_seq), np.int32)
         self.flags = np.zeros(num_slots, np.int32)
+        self.guided_flags = np.zeros(num_slots, np.int32)
         self.temperature = np.zeros(num_slots, np.float32)
         self.top_k = np.zeros(num_slots, np.int32)
         self.top_p = np.ones(num_slots, np.float32)
@@ -181,6 +186,7 @@ class SlotTable:
             row = make_slot_row(sequence, self.vocab_size)
             self._new_rows.append(np.concatenate([np.array([slot], np.int32), row]))
         self.flags[slot] = GUIDED if sampling.grammar else flags
+        self.guided_flags[slot] = flags if sampling.grammar else 0
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
         self.top_p[slot] = sampling.top_p
@@ -194,12 +200,21 @@ def pack_slots(
     num_seqs = len(slots)
     view["num_seqs"][0] = num_seqs
     view["flags"][:num_seqs] = table.flags[slots]
-    view["temperature"].view(np.float32)[:num_seqs] = table.temperature[slots]
-    view["top_k"][:num_seqs] = table.top_k[slots]
-    view["top_p"].view(np.float32)[:] = 1.0
-    view["top_p"].view(np.float32)[:num_seqs] = table.top_p[slots]
-    view["seeds"].view(np.uint32)[:num_seqs] = table.seeds[slots]
+    pack_sampling(view, table, slots)
     view["page_indices"][:num_seqs] = table.page_indices[slots]
+
+
+def pack_sampling(
+    view: Mapping[str, npt.NDArray[np.int32]], table: SlotTable, slots: SequenceOf[int]
+) -> None:
+    """Gather the sampling parameters of slots into the fields that `unpack_sampling` reads."""
+    count = len(slots)
+    view["temperature"].view(np.float32)[:count] = table.temperature[slots]
+    view["top_k"][:count] = table.top_k[slots]
+    top_p = view["top_p"].view(np.float32)
+    top_p[:count] = table.top_p[slots]
+    top_p[count:] = 1.0
+    view["seeds"].view(np.uint32)[:count] = table.seeds[slots]
 
 
 def pack_targets(targets: npt.NDArray[np.int32], part: ScheduledSequence, first_row: int) -> None:

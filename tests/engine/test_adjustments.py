@@ -217,6 +217,16 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
         np.testing.assert_array_equal(np.asarray(tokens), drawn[part])
 
 
+def test_all_kinds_of_rows_are_drawn_by_one_copy_of_the_code() -> None:
+    """What a program holds twice costs each of its runs, and its compilation, twice."""
+    logits = jnp.zeros((NUM_ROWS, VOCAB_SIZE))
+    rows = jnp.zeros(NUM_ROWS, jnp.int32)
+    arrays = SamplingArrays(logits[:, 0], rows, logits[:, 0], jnp.zeros((NUM_ROWS, 2), "u4"), rows)
+    slot_row = make_slot_row(make_sequence(SamplingParams(), OUTPUT), VOCAB_SIZE)
+    text = DRAW.lower(logits, arrays, OutputRows(rows, rows), slot_row[None]).as_text()
+    assert text.count("chlo.top_k") == 1
+
+
 PENALTIES: dict[str, Any] = {
     "temperature": 0.8,
     "presence_penalty": 0.9,
