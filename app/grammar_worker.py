@@ -127,6 +127,9 @@ def _limit_itself() -> None:
     limit = pages * resource.getpagesize() + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # A parent may have had the signal ignored or blocked, which a new program inherits.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from app.grammar_checker import MAX_GRAMMAR_CHARS, GrammarChecker
+from app.output_grammar import Regex, write_grammar
 from replicas.errors import InvalidRequest
 from tests.grammar_follower import Follower
 from tests.http_server import MakeServer, Server, body, chat_body
@@ -151,3 +153,20 @@ async def test_a_checker_whose_process_was_killed_starts_another(
     with pytest.raises(InvalidRequest, match=str(MAX_GRAMMAR_CHARS)):
         await checker.check(" " * (MAX_GRAMMAR_CHARS + 1), info, param="p")
     await checker.close()
+
+
+async def test_a_checker_keeps_its_limit_where_its_parent_ignores_the_signal(
+    server: Server, model_dir: Path
+) -> None:
+    """As libtpu has a process do that starts it."""
+    info = server.fake.state.model_info
+    assert info is not None
+    grammar = write_grammar(Regex(str(BOMBS["nested_repeats"]["guided_regex"])), special={})
+    checker = GrammarChecker(model_dir)
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN)
+    try:
+        with pytest.raises(InvalidRequest, match="takes more than"):
+            await checker.check(grammar, info, param="p")
+    finally:
+        signal.signal(signal.SIGPROF, before)
+        await checker.close()
