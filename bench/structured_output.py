@@ -1,8 +1,8 @@
 """What following a grammar costs: time per token of guided and of plain streams, bare engine.
 
-Bursts of decode steps of the same streams, guided and plain, take turns in one engine; medians of
-their steps are compared, because a shared machine's speed changes by the minute. And how long the
-worst grammars hold up the process that tries them out.
+Short bursts of decode steps of the same streams, guided in one engine and plain in another, take
+turns; medians of their steps are compared, because a shared machine's speed changes by the second.
+And how long the worst grammars hold up the process that tries them out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ from replicas.wire import GenerateRequest, ModelInfo, SamplingParams, SinkAddres
 
 _NO_SINK = SinkAddress(host="", port=0, sink_id="", key=b"")
 _PROMPT_TOKENS = 64
-_STEPS_PER_ROUND = 24
+_MAX_MODEL_LEN = 1024
+_STEPS_PER_ROUND = 6
+_UNTIMED_STEPS = 2
+"""At a burst's begin: one that was computed during the other's burst, and one beside its last."""
 
 
 def _persons(name: dict[str, Any]) -> Constraint:
-    """A list of JSON objects, so long that no stream ends within a burst."""
+    """A list of JSON objects, so long that no stream ends while it is measured."""
     person = {
         "type": "object",
         "properties": {
@@ -95,31 +99,46 @@ class Overhead:
     masks_ms: float
 
 
+def start_streams(
+    engine: Engine[Any], grammar: str, *, temperature: float, args: argparse.Namespace
+) -> None:
+    """Bring streams to where each step gives a token of each."""
+    for stream in range(args.concurrency):
+        request = GenerateRequest(
+            request_id=str(stream),
+            prompt_token_ids=tuple(range(1000 + stream, 1000 + stream + _PROMPT_TOKENS)),
+            sampling=SamplingParams(
+                max_tokens=_MAX_MODEL_LEN - _PROMPT_TOKENS,
+                temperature=temperature,
+                seed=stream,
+                ignore_eos=True,
+                grammar=grammar,
+            ),
+            sink=_NO_SINK,
+        )
+        engine.add(request, engine.make_matcher(request))
+    while engine.load().num_pending_prefill_tokens or engine.load().num_waiting:
+        engine.step()
+
+
 def measure(
-    engine: Engine[Any], name: str, grammar: str, *, temperature: float, args: argparse.Namespace
+    engines: Mapping[bool, Engine[Any]],
+    name: str,
+    grammar: str,
+    *,
+    temperature: float,
+    args: argparse.Namespace,
 ) -> Overhead:
-    """Run bursts of both kinds in turn."""
+    """Run bursts of both kinds in turn; `engines[True]` is the one with the grammar."""
     times: dict[bool, list[float]] = {False: [], True: []}
     masks: list[float] = []
+    for is_guided, engine in engines.items():
+        start_streams(engine, grammar if is_guided else "", temperature=temperature, args=args)
     for round_index in range(args.rounds):
         for is_guided in (False, True) if round_index % 2 else (True, False):
-            for stream in range(args.concurrency):
-                request = GenerateRequest(
-                    request_id=str(stream),
-                    prompt_token_ids=tuple(range(1000 + stream, 1000 + stream + _PROMPT_TOKENS)),
-                    sampling=SamplingParams(
-                        max_tokens=10 * _STEPS_PER_ROUND,
-                        temperature=temperature,
-                        seed=stream,
-                        ignore_eos=True,
-                        grammar=grammar if is_guided else "",
-                    ),
-                    sink=_NO_SINK,
-                )
-                engine.add(request, engine.make_matcher(request))
-            while engine.load().num_pending_prefill_tokens or engine.load().num_waiting:
+            engine = engines[is_guided]
+            for _ in range(_UNTIMED_STEPS):
                 engine.step()
-            engine.step()
             for _ in range(_STEPS_PER_ROUND):
                 begin_s = time.perf_counter()
                 events = engine.step()
@@ -127,10 +146,11 @@ def measure(
                 assert len(events.deltas) == args.concurrency
                 if is_guided:
                     masks.append(engine.times.postprocess)
-            for stream in range(args.concurrency):
-                engine.abort(str(stream))
-            while engine.has_work:
-                engine.step()
+    for engine in engines.values():
+        for stream in range(args.concurrency):
+            engine.abort(str(stream))
+        while engine.has_work:
+            engine.step()
     plain, guided = (statistics.median(times[is_guided]) for is_guided in (False, True))
     return Overhead(
         grammar=name,
@@ -167,26 +187,25 @@ def main() -> None:
     parser.add_argument("--model", default="models/smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=32)
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
-    engine = build_engine(
-        EngineConfig(
-            model=args.model,
-            dtype=args.dtype,
-            max_num_seqs=args.concurrency,
-            max_num_batched_tokens=max(64, args.concurrency),
-            max_mixed_tokens=max(64, args.concurrency),
-            max_model_len=1024,
-            enable_prefix_caching=False,
-            program_store=".cache/programs",
-        )
+    config = EngineConfig(
+        model=args.model,
+        dtype=args.dtype,
+        max_num_seqs=args.concurrency,
+        max_num_batched_tokens=max(64, args.concurrency),
+        max_mixed_tokens=max(64, args.concurrency),
+        max_model_len=_MAX_MODEL_LEN,
+        enable_prefix_caching=False,
+        program_store=".cache/programs",
     )
+    engines = {is_guided: build_engine(config) for is_guided in (False, True)}
     overheads: list[Overhead] = []
     for name, constraint in GRAMMARS.items():
         for temperature in (0.0, 1.0):
             grammar = write_grammar(constraint, special={})
-            result = measure(engine, name, grammar, temperature=temperature, args=args)
+            result = measure(engines, name, grammar, temperature=temperature, args=args)
             overheads.append(result)
             print(
                 f"{name}, temperature {temperature}, c={args.concurrency}: plain "
@@ -194,7 +213,7 @@ def main() -> None:
                 f"({result.overhead:+.1%}); host behind the fetch {result.masks_ms:.2f} ms",
                 flush=True,
             )
-    bombs = asyncio.run(try_bombs(Path(args.model), engine.model_info))
+    bombs = asyncio.run(try_bombs(Path(args.model), engines[True].model_info))
     if args.output is not None:
         arguments = {key: str(value) for key, value in vars(args).items()}
         measured = {
