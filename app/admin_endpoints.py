@@ -24,6 +24,7 @@ from replicas.wire import ServiceStatus
 logger = logging.getLogger("ray.serve")
 
 MAX_BODY_BYTES = 4096
+BODY_TIMEOUT_S = 10.0
 MAX_PROFILE_STEPS = 1000
 MAX_PROFILE_S = 60.0
 
@@ -83,7 +84,7 @@ class AdminEndpoints:
         return await self._set_drained(request, is_drained=False)
 
     async def _set_drained(self, request: Request, *, is_drained: bool) -> Response:
-        raw = await read_body(request, max_bytes=MAX_BODY_BYTES)
+        raw = await read_body(request, max_bytes=MAX_BODY_BYTES, timeout_s=BODY_TIMEOUT_S)
         body: dict[str, Any] = parse_json(raw) if raw.strip() else {}
         try:
             replica_id = DrainRequest.model_validate(body).replica

@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.anthropic_errors import error_json
 from app.auth import check_key
-from app.errors import error_body, error_headers
+from app.errors import RequestTimeout, error_body, error_headers
 from app.openai_response import DONE, KEEP_ALIVE
 from replicas.errors import AuthenticationError, PayloadTooLarge, ServingError
 
@@ -67,13 +67,24 @@ def log_error(request_id: str, error: ServingError) -> None:
     logger.log(level, "%s %d %s: %s", request_id, error.status, type(error).__name__, error)
 
 
-async def read_body(request: Request, *, max_bytes: int) -> bytes:
+async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
     """Read a request's body, giving up as soon as it is known to be too large.
 
     Raises:
         PayloadTooLarge: by Content-Length, or by what has arrived of a chunked body.
+        RequestTimeout: it is not complete after `timeout_s` seconds.
         ClientDisconnected: the client left in the middle.
     """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_body(request, max_bytes)
+    except TimeoutError:
+        raise RequestTimeout(
+            f"the request body did not arrive within {timeout_s:g} s; send it faster"
+        ) from None
+
+
+async def _read_body(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)

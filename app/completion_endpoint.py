@@ -77,8 +77,7 @@ class CompletionEndpoint:
         """Write the whole answer; return its status."""
         try:
             demands = read_demands(request.headers)
-            max_bytes = self._config.max_body_bytes
-            async with admitted_body(request, exchange, max_bytes=max_bytes) as body:
+            async with admitted_body(request, exchange, self._config) as body:
                 generation = await self._plan(body)
                 generation.demands = demands
                 exchange.planned(generation, request.headers.get("traceparent"))

@@ -39,6 +39,13 @@ class InvalidJSON(RequestError):
     code = "invalid_json"
 
 
+class RequestTimeout(RequestError):
+    """The body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class PathNotFound(RequestError):
     """No endpoint has that path."""
 
@@ -82,7 +89,11 @@ def error_body(error: ServingError) -> bytes:
 
 
 def error_headers(error: ServingError) -> dict[str, str]:
-    """Headers that go with the error: Retry-After in whole seconds, WWW-Authenticate on 401."""
+    """Headers that go with the error.
+
+    Retry-After in whole seconds, WWW-Authenticate on 401, and the connection's end on 408, which
+    still has the rest of a body to come.
+    """
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -90,4 +101,6 @@ def error_headers(error: ServingError) -> dict[str, str]:
         headers["Retry-After"] = "1"
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
+    if error.status == 408:
+        headers["Connection"] = "close"
     return headers

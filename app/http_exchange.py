@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 from app.asgi import cancel_on_disconnect, read_body
 from app.exchange import Edge, Exchange
 from app.http_trace import CLIENT_CLOSED_REQUEST, HttpTrace
+from app.ingress_config import IngressConfig
 from app.schema_faults import parse_json
 from replicas.errors import ServingError
 
@@ -21,21 +22,21 @@ Answer = Callable[[Request, Send, Exchange], Awaitable[int]]
 
 @contextlib.asynccontextmanager
 async def admitted_body(
-    request: Request, exchange: Exchange, *, max_bytes: int, is_charged: bool = True
+    request: Request, exchange: Exchange, config: IngressConfig, *, is_charged: bool = True
 ) -> AsyncGenerator[dict[str, Any]]:
     """Read a request's JSON body, have it admitted, and end what is within if the client leaves.
 
     Args:
         request: whose body has not been read.
         exchange: asks for admission.
-        max_bytes: of the body.
+        config: limits the body's size and time.
         is_charged: it uses tokens of its key's limit, estimated from its size.
 
     Raises:
-        ServingError: it is too large, no JSON object, or over the limit.
+        ServingError: it is too large or too slow, no JSON object, or over the limit.
         ClientDisconnected: the client left.
     """
-    raw = await read_body(request, max_bytes=max_bytes)
+    raw = await read_body(request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     async with cancel_on_disconnect(request.receive):
         body = parse_json(raw)
         await exchange.admit(body, num_bytes=len(raw) if is_charged else 0)

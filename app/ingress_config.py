@@ -23,6 +23,7 @@ class IngressConfig:
         key_names: names of the keys by their digests.
         admin_key_hashes: digests of the keys for /admin; empty: there is no /admin.
         max_body_bytes: request bodies over this are refused before they are read.
+        body_timeout_s: a body that has not arrived within so many seconds is given up.
         max_choices: prompts x n of one request.
         keep_alive_s: silence in a stream after which a comment is sent; also how long the status
             line waits for the first token, so that a refusal still gets its own status.
@@ -41,6 +42,7 @@ class IngressConfig:
     key_names: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     admin_key_hashes: frozenset[str] = field(default=frozenset(), repr=False)
     max_body_bytes: int = 8 << 20
+    body_timeout_s: float = 60.0
     max_choices: int = 128
     keep_alive_s: float = 5.0
     request_timeout_s: float | None = 3600.0

@@ -31,7 +31,13 @@ LIGHT_ROUTER_SETTINGS = (
     "max_backlog_s",
 )
 
-LIGHT_INGRESS_SETTINGS = ("max_body_bytes", "max_choices", "keep_alive_s", "request_timeout_s")
+LIGHT_INGRESS_SETTINGS = (
+    "max_body_bytes",
+    "body_timeout_s",
+    "max_choices",
+    "keep_alive_s",
+    "request_timeout_s",
+)
 
 KEY_FILES = ("api_keys_file", "admin_keys_file")
 """Read again whenever the user_config changes: new keys take a new file name."""

@@ -117,6 +117,7 @@ class _Ingress(_Section):
     api_key_hashes: list[str] = Field(default_factory=list)
     admin_keys_file: Path | None = None
     max_body_bytes: int = Field(default=8 << 20, ge=1024)
+    body_timeout_s: float = Field(default=60.0, gt=0)
     max_choices: int = Field(default=128, ge=1)
     keep_alive_s: float = Field(default=5.0, gt=0)
     request_timeout_s: float | None = Field(default=3600.0, gt=0)
@@ -205,6 +206,7 @@ def parse_settings(args: Mapping[str, Any], *, root: Path = _CHECKOUT) -> Settin
             key_names=key_names,
             admin_key_hashes=load_key_hashes((), admin_file),
             max_body_bytes=ingress.max_body_bytes,
+            body_timeout_s=ingress.body_timeout_s,
             max_choices=ingress.max_choices,
             keep_alive_s=ingress.keep_alive_s,
             request_timeout_s=ingress.request_timeout_s,

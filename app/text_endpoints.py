@@ -67,9 +67,8 @@ class TextEndpoints:
 
         async def send_answer(request: Request, send: Send, exchange: Exchange) -> int:
             try:
-                max_bytes = self._config.max_body_bytes
                 async with admitted_body(
-                    request, exchange, max_bytes=max_bytes, is_charged=computes
+                    request, exchange, self._config, is_charged=computes
                 ) as body:
                     content = await answer(body)
                     if computes and is_object(content):

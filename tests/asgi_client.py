@@ -83,12 +83,14 @@ class Client:
         body: Sequence[bytes],
         headers: dict[str, str] | None = None,
         *,
+        stalls: bool = False,
         until: Callable[[Answer], bool] | None = None,
         before_leaving: Callable[[], Awaitable[None]] | None = None,
     ) -> Answer:
         """Make a request and return the answer, complete or as far as it came.
 
         Args:
+            stalls: promise more of the body and never send it.
             until: hang up as soon as this holds (asked when something was sent).
             before_leaving: hang up after this has been awaited.
         """
@@ -101,7 +103,7 @@ class Client:
             if pending:
                 self.num_body_chunks_taken += 1
                 chunk = pending.pop(0)
-                return {"type": "http.request", "body": chunk, "more_body": bool(pending)}
+                return {"type": "http.request", "body": chunk, "more_body": stalls or bool(pending)}
             await leaves.wait()
             return {"type": "http.disconnect"}
 

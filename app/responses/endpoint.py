@@ -54,8 +54,7 @@ class ResponsesEndpoint:
     async def _answer(self, request: Request, send: Send, exchange: Exchange) -> int:
         try:
             demands = read_demands(request.headers)
-            max_bytes = self._config.max_body_bytes
-            async with admitted_body(request, exchange, max_bytes=max_bytes) as body:
+            async with admitted_body(request, exchange, self._config) as body:
                 run = await self._plan(body, exchange.key)
                 run.generation.demands = demands
                 exchange.planned(run.generation, request.headers.get("traceparent"))

@@ -103,6 +103,16 @@ async def test_a_body_over_the_limit_is_refused_before_it_is_read(
     assert server.client.num_body_chunks_taken <= (0 if declared else 17)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"])
+async def test_a_body_that_does_not_arrive_is_given_up(make_server: MakeServer, path: str) -> None:
+    server = make_server(config={"body_timeout_s": 0.1})
+    answer = await server.client.request("POST", path, [b'{"model": '], stalls=True)
+    assert answer.status == 408
+    assert answer.headers["connection"] == "close"
+    assert "did not arrive within 0.1 s" in answer.json()["error"]["message"]
+    assert server.samples("systole_requests_in_progress") == {(): 0}
+
+
 @pytest.mark.parametrize(
     ("error", "status", "kind", "retry_after"),
     [
