@@ -12,6 +12,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from ray.serve._private.constants import RAY_SERVE_HAPROXY_RETRY_ON
 from ray.serve.schema import ServeDeploySchema
 
 from app.autoscaling.config import AutoscalingConfig
@@ -86,6 +87,35 @@ def test_no_stream_is_cut_while_it_may_still_run(v6e: dict[str, Any]) -> None:
     assert int(environment["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > longest_s
     controller = v6e["controller_options"]["runtime_env"]["env_vars"]
     assert controller.items() <= environment.items()
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "serve_config.yaml", *sorted((ROOT / "ops").rglob("*serv*.yaml"))], ids=str
+)
+def test_every_haproxy_gives_up_slow_headers(path: Path) -> None:
+    default = yaml.safe_load((ROOT / "serve_config.yaml").read_text())
+    lines = default["controller_options"]["runtime_env"]["env_vars"]["RAY_SERVE_HAPROXY_RETRY_ON"]
+    environments = list(find_environments(yaml.safe_load(path.read_text())))
+    assert environments
+    assert all(found["RAY_SERVE_HAPROXY_RETRY_ON"] == lines for found in environments)
+    first, *others = lines.splitlines()
+    assert first == RAY_SERVE_HAPROXY_RETRY_ON  # Ray's own value, if it is not set here
+    assert any(line.startswith("timeout http-request ") for line in others)
+
+
+def find_environments(node: object) -> Iterator[dict[str, str]]:
+    """Yield every `env_vars` with HAProxy within a configuration or manifest."""
+    if isinstance(node, str) and "env_vars" in node:
+        node = yaml.safe_load(node)
+    if isinstance(node, dict):
+        for key, value in node.items():
+            if key == "env_vars" and "RAY_SERVE_ENABLE_HA_PROXY" in value:
+                yield value
+            else:
+                yield from find_environments(value)
+    elif isinstance(node, list):
+        for item in node:
+            yield from find_environments(item)
 
 
 def test_a_replica_of_the_example_brings_up_a_v6e_host_and_no_other(v6e: dict[str, Any]) -> None:
