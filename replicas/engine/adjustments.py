@@ -20,7 +20,7 @@ from jax import lax
 
 from kernels.token_masks import unpack_bits
 from replicas.engine.packed_fields import PackedFields
-from replicas.engine.sampler import SamplingArrays, sample
+from replicas.engine.sampler import ChangeFn, SamplingArrays, sample
 from replicas.engine.sequence import Sequence
 from replicas.wire import (
     MAX_BAD_WORD_TOKENS,
@@ -161,19 +161,24 @@ def draw(
 
     The logits of rows that ask for it are adjusted first.
     """
-    fields = slot_row_fields(logits.shape[1])
-
-    def adjust_group(own_logits: Array, own: SamplingArrays, rows: Array) -> Array:
-        own_slots = outputs.slots.at[rows].get(mode="clip")
-        return adjust(own_logits, own, fields.split(slot_rows.at[own_slots].get(mode="clip")))
-
     return sample(
         logits,
         arrays,
         (outputs.slots < slot_rows.shape[0]) & ~outputs.have(GUIDED),
         is_changed=outputs.have(ADJUSTED),
-        change=adjust_group,
+        change=adjust_as_asked(outputs, slot_rows),
     )
+
+
+def adjust_as_asked(outputs: OutputRows, slot_rows: Int32[Array, "slots W"]) -> ChangeFn:
+    """Return what adjusts a group of these output rows as their slots ask for it; traced."""
+
+    def change(logits: Array, arrays: SamplingArrays, rows: Array) -> Array:
+        slots = outputs.slots.at[rows].get(mode="clip")
+        fields = slot_row_fields(logits.shape[1])
+        return adjust(logits, arrays, fields.split(slot_rows.at[slots].get(mode="clip")))
+
+    return change
 
 
 def note_drawn(

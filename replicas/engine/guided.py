@@ -26,15 +26,14 @@ from replicas.engine.adjustments import (
     ADJUSTED,
     LOGPROBS,
     OutputRows,
-    adjust,
+    adjust_as_asked,
     note_drawn,
-    slot_row_fields,
 )
 from replicas.engine.engine import SequenceLogprobs, StepOutput
 from replicas.engine.logprobs import logprob_words, pack_logprobs, token_entries
 from replicas.engine.packed_fields import PackedFields
-from replicas.engine.row_groups import GROUP_ROWS
-from replicas.engine.sampler import SamplingArrays, sample_group
+from replicas.engine.row_groups import GROUP_ROWS, for_each_group
+from replicas.engine.sampler import SamplingArrays, sample
 from replicas.engine.scheduler import ScheduledSequence, StepPlan
 from replicas.engine.step import SlotTable, pack_sampling, unpack_sampling
 from replicas.grammar import Matcher, fill_masks
@@ -168,64 +167,40 @@ class GuidedLayout:
     ) -> tuple[GuidedState, Int32[Array, " N"], Int32[Array, "N W"]]:
         """Draw a token of each row and note it; traced.
 
-        The likeliest allowed token is all that a greedy row needs. Rows that ask for more are
-        drawn in groups of fixed size, so that their bits do not depend on the number of rows.
+        The likeliest allowed token is all that a greedy row needs, and the mask finds it.
         """
         field = self.fields.split(packed)
         arrays = unpack_sampling(field, positions=field["positions"])
         outputs = OutputRows(slots=field["slots"], flags=field["flags"])
         is_row = outputs.slots < self._table.num_slots
-        is_needy = is_row & ((arrays.temperature > 0) | outputs.have(ADJUSTED | LOGPROBS))
-        rows = held.rows.at[outputs.slots].get(mode="clip")
+        is_drawn = is_row & ((arrays.temperature > 0) | outputs.have(ADJUSTED))
+        held_rows = held.rows.at[outputs.slots].get(mode="clip")
         allowed, best = self._apply_token_masks(
-            held.logits, rows, field["masks"], is_needy, field["num_rows"]
+            held.logits, held_rows, field["masks"], is_drawn, field["num_rows"]
         )
-        row_fields = slot_row_fields(self._table.vocab_size)
+        adjust = adjust_as_asked(outputs, state.slot_rows)
 
-        def visit(group: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-            start = group * GROUP_ROWS
+        def adjust_allowed(logits: Array, own: SamplingArrays, rows: Array) -> Array:
+            adjusted = adjust(logits, own, rows)
+            has_any = jnp.max(adjusted, axis=1) > -jnp.inf
+            return jnp.where(has_any[:, None], adjusted, logits)
 
-            def of_group(values: Array) -> Array:
-                return lax.dynamic_slice_in_dim(values, start, GROUP_ROWS)
-
-            def draw_group() -> tuple[Array, Array]:
-                token_ids, table = carry
-                own = SamplingArrays(*map(of_group, arrays))
-                own_outputs, own_is_needy = OutputRows(*map(of_group, outputs)), of_group(is_needy)
-                own_allowed = of_group(allowed)
-
-                def adjusted() -> Array:
-                    slot_rows = state.slot_rows.at[own_outputs.slots].get(mode="clip")
-                    changed = adjust(own_allowed, own, row_fields.split(slot_rows))
-                    has_any = jnp.max(changed, axis=1) > -jnp.inf
-                    is_changed = own_outputs.have(ADJUSTED) & has_any
-                    return jnp.where(is_changed[:, None], changed, own_allowed)
-
-                is_adjusted = jnp.any(own_outputs.have(ADJUSTED))
-                final = lax.cond(is_adjusted, adjusted, lambda: own_allowed)
-                sampled = sample_group(final, own, own_is_needy)
-                drawn = jnp.where(own_is_needy, sampled, of_group(best))
-
-                def entries() -> Array:
-                    own_logits = held.logits.at[of_group(rows)].get(mode="clip")
-                    return token_entries(own_logits, drawn)
-
-                has_logprobs = jnp.any(own_outputs.have(LOGPROBS))
-                own_table = lax.cond(has_logprobs, entries, lambda: of_group(table))
-                return (
-                    lax.dynamic_update_slice_in_dim(token_ids, drawn, start, axis=0),
-                    lax.dynamic_update_slice_in_dim(table, own_table, start, axis=0),
-                )
-
-            return lax.cond(jnp.any(of_group(is_needy)), draw_group, lambda: carry)
-
-        num_groups = (field["num_rows"][0] + GROUP_ROWS - 1) // GROUP_ROWS
-        drawn = (
-            best,
-            jnp.zeros((self.num_rows, logprob_words(self._table.vocab_size)), jnp.int32),
+        drawn = sample(
+            allowed, arrays, is_drawn, is_changed=outputs.have(ADJUSTED), change=adjust_allowed
         )
-        token_ids, table = lax.cond(
-            jnp.any(is_needy), lambda: lax.fori_loop(0, num_groups, visit, drawn), lambda: drawn
+        token_ids = jnp.where(is_drawn, drawn, best)
+
+        def visit(rows: Array, table: Array) -> Array:
+            own_rows = held_rows.at[rows].get(mode="clip")
+            entries = token_entries(
+                held.logits.at[own_rows].get(mode="clip"), token_ids.at[rows].get(mode="clip")
+            )
+            return table.at[rows].set(entries, mode="drop")
+
+        has_logprobs = is_row & outputs.have(LOGPROBS)
+        table = jnp.zeros((self.num_rows, logprob_words(self._table.vocab_size)), jnp.int32)
+        table = lax.cond(
+            jnp.any(has_logprobs), lambda: for_each_group(has_logprobs, visit, table), lambda: table
         )
         state = GuidedState(
             last_token_ids=state.last_token_ids.at[outputs.slots].set(token_ids),

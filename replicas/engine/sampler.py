@@ -101,7 +101,7 @@ def sample(
                 lambda: own_logits,
             )
             is_own = is_apart.at[rows].get(mode="fill", fill_value=False)
-            return sample_group(own_logits, own, is_own)
+            return _sample_group(own_logits, own, is_own)
 
         def visit(rows: Array, tokens: Array) -> Array:
             own = SamplingArrays(*(a.at[rows].get(mode="clip") for a in arrays))
@@ -117,7 +117,7 @@ def sample(
         return lax.cond(jnp.any(is_apart), draw_apart, lambda: greedy)
 
 
-def sample_group(
+def _sample_group(
     logits: Float32[Array, "G V"], arrays: SamplingArrays, is_wanted: Bool[Array, " G"]
 ) -> Int32[Array, " G"]:
     """As `sample`, for a group of `GROUP_ROWS` rows, most of which are random."""
