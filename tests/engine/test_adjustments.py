@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
@@ -150,9 +151,32 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_draws_follow_the_oracle(case: str) -> None:
-    sampling = SamplingParams(**{"temperature": 1.0, "max_tokens": 50, **CASES[case]})
+def combine(seed: int) -> dict[str, Any]:
+    """Some of the cases at once, behind any temperature, top-k and top-p."""
+    rng = random.Random(seed)
+    combined: dict[str, Any] = {
+        "temperature": rng.choice((0.7, 1.0, 1.6)),
+        "top_k": rng.choice((0, 25, 150)),
+        "top_p": rng.choice((1.0, 0.9, 0.6)),
+    }
+    for case in rng.sample(sorted(CASES), rng.randint(2, 5)):
+        combined |= CASES[case]
+    return combined
+
+
+@pytest.mark.parametrize("fields", CASES.values(), ids=CASES)
+def test_draws_follow_the_oracle(fields: dict[str, Any]) -> None:
+    assert check_draws(fields) > 3
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_draws_with_several_parameters_follow_the_oracle(seed: int) -> None:
+    check_draws(combine(seed))
+
+
+def check_draws(fields: dict[str, Any]) -> int:
+    """Compare many draws with the oracle by a chi-square test; return in how many bins."""
+    sampling = SamplingParams(**{"temperature": 1.0, "max_tokens": 50, **fields})
     expected = oracle(sampling)
     num_draws = 4096
     counts = np.bincount(draw_many(sampling, num_draws), minlength=VOCAB_SIZE)
@@ -161,8 +185,9 @@ def test_draws_follow_the_oracle(case: str) -> None:
     observed = np.append(counts[is_frequent], counts[~is_frequent].sum())
     wanted = np.append(expected[is_frequent], expected[~is_frequent].sum()) * num_draws
     is_bin = wanted > 1e-9
-    assert is_bin.sum() > 3
-    assert stats.chisquare(observed[is_bin], wanted[is_bin]).pvalue > 1e-3
+    if is_bin.sum() > 1:
+        assert stats.chisquare(observed[is_bin], wanted[is_bin]).pvalue > 1e-3
+    return int(is_bin.sum())
 
 
 def test_noting_tokens_one_by_one_gives_the_row_of_them_all() -> None:
