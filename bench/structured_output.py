@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--model", default="models/smollm2-135m-instruct")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--concurrency", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=96)
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     args = parser.parse_args()
     config = EngineConfig(
